@@ -61,7 +61,8 @@ class Family:
       says; `None` if it follows the configuration.
     - `has_longer_window`: whether vLLM's layers with a sliding window see one more token than transformers' (Cohere 2:
       https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/commandr.py).
-    - `has_one_window`: whether vLLM's layers all have the same sliding window, or none.
+    - `has_one_window`: whether vLLM's layers all have the same sliding window, or none, also as the text of a class of
+      pictures and text.
     - `initialized_layers`: last components of the names of layers whose `weight`, which a packed one does not have,
       transformers reads when it loads a model (`_init_weights` of its class, 5.17).
     - `has_compared_pictures`: whether prompts, tensors and log-probs of its pictures were.
@@ -92,6 +93,18 @@ def _windows(config: Any) -> list[int | None]:
     return [config.sliding_window if kind == _SLIDING else None for kind in config.layer_types]
 
 
+def _head_dim(config: Any) -> int:
+    return config.hidden_size // config.num_attention_heads
+
+
+def _first_dense(config: Any) -> int:
+    return [*config.mlp_layer_types, "sparse"].index("sparse")
+
+
+def _rotated(config: Any) -> int:
+    return int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+
+
 _SLIDING = "sliding_attention"
 _FIELDS_OF_MIMO: dict[str, Callable[[Any], Any]] = {
     "hybrid_layer_pattern": lambda config: [int(kind == _SLIDING) for kind in config.layer_types],
@@ -107,6 +120,10 @@ _FIELDS_OF_MIMO: dict[str, Callable[[Any], Any]] = {
     "partial_rotary_factor": lambda config: config.rope_parameters[_SLIDING].get("partial_rotary_factor", 1.0),
     **_always(add_swa_attention_sink_bias=True),
 }
+
+_WIDTHS_OF_LFM2: dict[str, Callable[[Any], Any]] = dict.fromkeys(
+    ("block_dim", "conv_dim"), lambda config: config.hidden_size
+)
 
 _ROWS = (
     Family(
@@ -151,21 +168,41 @@ _ROWS = (
     ),
     Family("GlmForCausalLM", "glm", engine_layers="fused"),
     Family("Glm4ForCausalLM", "glm4", engine_layers="fused"),
+    Family("Glm4MoeForCausalLM", "glm4_moe", vllm_fields={"head_dim": _head_dim}),
+    Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", vllm_fields={"first_k_dense_replace": _first_dense}),
     Family("Glm4vForConditionalGeneration", "glm4v", vllm_fields=_always(attention_bias=True)),
-    Family("Glm4vMoeForConditionalGeneration", "glm4v_moe", vllm_fields=_always(use_qk_norm=False)),
+    Family(
+        "Glm4vMoeForConditionalGeneration",
+        "glm4v_moe",
+        vllm_fields={"head_dim": _head_dim, **_always(use_qk_norm=False)},
+    ),
     Family("GPTJForCausalLM", "gptj", shares_head=False),
     Family("GPTBigCodeForCausalLM", "gpt_bigcode", initialized_layers=("c_proj",)),
     Family("GraniteForCausalLM", "granite", engine_layers="rounded"),
     Family("GraniteMoeHybridForCausalLM", "granitemoehybrid", vllm_values={"mamba_n_groups": 1}),
+    Family(
+        "HYV3ForCausalLM",
+        "hy_v3",
+        vllm_fields={
+            "expert_hidden_dim": lambda config: config.moe_intermediate_size,
+            "first_k_dense_replace": _first_dense,
+        },
+    ),
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", engine_layers="transformers"),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
     Family("LagunaForCausalLM", "laguna", problem_of_plain_vllm="the bias of the router (models/laguna.py)"),
-    Family("Lfm2ForCausalLM", "lfm2", shares_head=True),
+    Family("Lfm2ForCausalLM", "lfm2", shares_head=True, vllm_fields=_WIDTHS_OF_LFM2),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", shares_head=True),
+    Family("Lfm2VlForConditionalGeneration", "lfm2_vl", vllm_fields=_WIDTHS_OF_LFM2),
     Family("LlamaForCausalLM", "llama", engine_layers="fused", gguf="llama"),
     Family("MambaForCausalLM", "mamba", initialized_layers=("out_proj",)),
     Family("Mamba2ForCausalLM", "mamba2", vllm_values={"n_groups": 1}, initialized_layers=("out_proj",)),
     Family("MiMoV2FlashForCausalLM", "mimo_v2_flash", vllm_fields=_FIELDS_OF_MIMO),
+    Family(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        vllm_fields={"rotary_dim": _rotated, **_always(scoring_func="sigmoid", use_routing_bias=True)},
+    ),
     Family("MistralForCausalLM", "mistral", engine_layers="fused", gguf="llama"),
     Family("Mistral3ForConditionalGeneration", "mistral3", has_compared_pictures=True),
     Family("MixtralForCausalLM", "mixtral", engine_layers="fused"),
@@ -189,8 +226,8 @@ _ROWS = (
     ),
     Family("Qwen2ForCausalLM", "qwen2", engine_layers="fused", has_one_window=True, gguf="qwen2"),
     Family("Qwen2MoeForCausalLM", "qwen2_moe", engine_layers="fused", has_one_window=True),
-    Family("Qwen2VLForConditionalGeneration", "qwen2_vl", has_compared_pictures=True),
-    Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", has_compared_pictures=True),
+    Family("Qwen2VLForConditionalGeneration", "qwen2_vl", has_one_window=True, has_compared_pictures=True),
+    Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", has_one_window=True, has_compared_pictures=True),
     Family(
         "Qwen3ForCausalLM",
         "qwen3",
@@ -241,6 +278,11 @@ def fields_for_vllm(architecture: str, config: Any) -> dict[str, Any]:
     """Return `vllm_fields` with the values of a configuration of text, which it may have from its file."""
     fields = family_of(architecture).vllm_fields
     return {name: getattr(config, name) if hasattr(config, name) else make(config) for name, make in fields.items()}
+
+
+def has_one_window(model_type: str) -> bool:
+    """Return whether the row of a model type of text has `has_one_window`."""
+    return any(row.has_one_window and row.model_type == model_type.removesuffix("_text") for row in _ROWS)
 
 
 def with_fact(name: str) -> tuple[str, ...]:

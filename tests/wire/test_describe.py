@@ -1,3 +1,5 @@
+import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +67,11 @@ def test_what_changes_a_forward_is_told_apart_and_names_are_not():
 def test_windows_that_a_sequence_leaves_are_compared(kinds, engines, context, is_same):
     config = SimpleNamespace(layer_types=kinds, sliding_window=16)
     assert (window_differences(config, engines, context) == []) == is_same
+
+
+def test_a_server_can_answer_with_an_infinite_limit():
+    described = describe_model(SimpleNamespace(to_dict=lambda: {"time_step_limit": (0.0, math.inf)}))
+    assert json.loads(json.dumps(described, allow_nan=False)) == {"time_step_limit": [0.0, "Infinity"]}
 
 
 def test_renamed_kinds_of_layers_are_the_same():

@@ -186,11 +186,9 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
 
 
 def _unquantized_towers(inventory: Inventory) -> list[str]:
-    """Return the last components of the names of modules next to the language model without a quantized layer."""
-    outside = layers_outside_decoder(inventory)
-    quantized = [*inventory.formats]
-    names = {next(part for part in name.split(".") if part != "model") for name in outside}
-    return sorted(name for name in names if not any(name in layer.split(".") for layer in quantized))
+    """Return the names within the model of the modules next to the language model that have no quantized layer."""
+    names = {next(part for part in name.split(".") if part != "model") for name in layers_outside_decoder(inventory)}
+    return sorted(name for name in names if not any(name in layer.split(".") for layer in inventory.formats))
 
 
 def _is_matrix(name: str, module: nn.Module) -> bool:

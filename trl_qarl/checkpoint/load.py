@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from ..quantization.names import base_state_dict, find_checkpoint_names, is_adap
 from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.swap import restore_model
 from ..quantization.tensors import LowBitTensor
+from ..replacing import replaced
 from ..wire.describe import scheme_of_group
 from ..wire.protocol import tensor_name
 from . import gptq
@@ -68,6 +70,34 @@ def dequantizing(name_or_path: str, revision: str | None = None) -> dict[str, An
     precision on any device; none for other checkpoints."""
     options = DEQUANTIZED.get(method_of(_quantization_of(name_or_path, revision)))
     return {"quantization_config": options(dequantize=True)} if options else {}
+
+
+def reading_partial_blocks() -> AbstractContextManager[None]:
+    """Return a context in which transformers also expands matrices whose last blocks are smaller than the others,
+    such as DeepSeek-V3's of 576 rows: it divides rows by the number of scales, and raises, or takes those of others
+    (5.17)."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    theirs = Fp8Dequantize._dequantize_one
+
+    def dequantize(self: Any, codes: torch.Tensor, scales: torch.Tensor, output_dtype: Any = None) -> torch.Tensor:
+        sizes, (rows, columns) = self.hf_quantizer.quantization_config.weight_block_size, codes.shape[-2:]
+        # Codes in FP4 are two to a byte.
+        if sizes and codes.is_floating_point():
+            short = [-rows % sizes[0], -columns % sizes[1]]
+            if tuple(scales.shape[-2:]) == ((rows + short[0]) // sizes[0], (columns + short[1]) // sizes[1]):
+                codes = nn.functional.pad(codes.float(), (0, short[1], 0, short[0]))
+        return theirs(self, codes, scales, output_dtype)[..., :rows, :columns]
+
+    return replaced(Fp8Dequantize, _dequantize_one=dequantize)
+
+
+def keep_masters_precise(model: nn.Module) -> None:
+    """Have a model that transformers expanded from a quantized release be saved in high precision: the conversions by
+    which it was loaded, reverted, would quantize the masters (5.17)."""
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    if any(hasattr(each, "hf_quantizer") for one in conversions for each in getattr(one, "operations", ())):
+        model._weight_conversions = None
 
 
 def _quantization_of(name_or_path: str, revision: str | None) -> dict[str, Any] | None:

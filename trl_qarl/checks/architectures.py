@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from ..checkpoint.layout import problem_of_mixture
-from ..models import family_of
+from ..models import family_of, has_one_window
 from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, base_model, has_tower
 from ..quantization.schemes import QuantScheme
@@ -38,9 +38,11 @@ def problems_with_vllm(
     if values:
         theirs, ours = (", ".join(f"{field}={of[field]}" for field in values) for of in (values, config.to_dict()))
         yield f"{name} with {ours}: vLLM 0.31's class always has {theirs}. Train a model with these values, or use_vllm=False"
-    if family.has_one_window and len({*(getattr(config, "layer_types", None) or ())}) > 1:
+    text = config.get_text_config()
+    kinds = {*(getattr(text, "layer_types", None) or ())}
+    if len(kinds) > 1 and has_one_window(text.model_type):
         yield (
-            f"{name} with layer_types={config.layer_types}: all layers of vLLM 0.31's class have the same sliding window, or none. Train a "
+            f"{name} with layers of the kinds {sorted(kinds)}: all layers of vLLM 0.31's class have the same sliding window, or none. Train a "
             "model with one kind of layers, or use_vllm=False"
         )
     if getattr(config, "mamba_rms_norm", False) and getattr(config, "mamba_norm_before_gate", False):

@@ -20,7 +20,7 @@ from ..bitwise.exact import Exactness, check_arithmetic
 from ..bitwise.rows import reason_to_pad
 from ..checkpoint.export import export_checkpoint, keep_generation_config
 from ..checkpoint.files import damaged_file
-from ..checkpoint.load import skeleton
+from ..checkpoint.load import keep_masters_precise, skeleton
 from ..checkpoint.record import check_record, scheme_record
 from ..checks.adapter import problems_of_adapted_model
 from ..checks.architectures import problem_of_architecture, problems_with_vllm
@@ -154,6 +154,8 @@ class Policy:
         keep_mamba_layers(model, self.args.use_vllm)
         guard_positions(model)
         keep_generation_config(base_model(model))
+        # It may have been loaded by the user.
+        keep_masters_precise(base_model(model))
         self.dtype = self._engine_dtype(model)
         if self.has_adapter:
             self.swap_report = prepare_base(model, args.plan, **self._base_arguments, **self._swap_arguments)

@@ -256,17 +256,16 @@ def _with_name(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_one_shape(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate Granite 4's loader, which takes no tensor of experts that are complete: the shapes of an expert's two
-    first matrices, of which its layer has one, count twice."""
+    """Decorate Granite 4's loader, which raises for a tensor of experts that are complete: vLLM counts the shapes of
+    an expert's first two matrices, for which it has one place, twice."""
 
     @wraps(load)
     def load_weights(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        return load(model, ((name, tensor) for name, tensor in weights if not name.endswith(_SECOND_SHAPE)))
+        return load(model, ((name, tensor) for name, tensor in weights if not name.endswith("up_proj.weight_shape")))
 
     return load_weights
 
 
-_SECOND_SHAPE = "up_proj.weight_shape"
 granitemoehybrid.GraniteMoeHybridModel.load_weights = _with_one_shape(
     granitemoehybrid.GraniteMoeHybridModel.load_weights
 )

@@ -166,7 +166,7 @@ def is_unused(model: nn.Module, owned: Set[str], name: str) -> bool:
     if not supports_multimodal(model):
         return False
     inside = model.get_language_model()
-    (prefix,) = (f"{prefix}." for prefix, module in model.named_modules() if module is inside)
+    prefix = next((f"{prefix}." for prefix, module in model.named_modules() if module is inside), "")
     towers = {each.partition(".")[0] for each in owned if not each.startswith(prefix)}
     return not name.startswith(prefix) and name.partition(".")[0] in towers
 

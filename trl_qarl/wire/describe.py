@@ -137,7 +137,8 @@ def describe_model(config) -> dict[str, Any]:
     if kinds := settings.get("layer_types"):
         # transformers renames them in configurations that it does not know, such as vLLM's of LFM2's mixture.
         settings["layer_types"] = [_KINDS_OF_LAYERS.get(kind, kind) for kind in kinds]
-    return json.loads(json.dumps(settings, default=str))
+    # Servers refuse to answer with infinity, which is a limit of step sizes in state-space models.
+    return json.loads(json.dumps(settings, default=str), parse_constant=str)
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:

@@ -148,5 +148,6 @@ def test_a_class_that_takes_no_adapter_in_vllm_is_named():
     model = model_of("gptj", n_embd=128, n_head=4, n_layer=2, rotary_dim=16)
     assert problem_of_architecture(model) is None
     assert "GPTJForCausalLM takes no adapters" in problem_of_architecture(model, has_adapter=True)
+    assert "latent attention" in problem_of_architecture(model_of("youtu"), has_adapter=True)
     for arch in ("llama", "mamba"):
         assert problem_of_architecture(model_of(arch), has_adapter=True) is None

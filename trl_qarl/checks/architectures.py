@@ -111,6 +111,9 @@ def problem_of_architecture(model: nn.Module, has_adapter: bool = False) -> str 
         if has_adapter and not supports_lora(known.load_model_cls()):
             return f"the installed vLLM's class {name} takes no adapters (`SupportsLoRA`). Set lora_mode='merged'"
         return None
+    if has_adapter and getattr(base_model(model).config.get_text_config(), "kv_lora_rank", None):
+        # vLLM's backend for transformers' classes joins other layers than its own classes.
+        return f"the installed vLLM has no class {name}, and takes no adapters of its latent attention. Set lora_mode='merged'"
     if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
         return f"the installed vLLM has no class {name}, and cannot replace the attention of transformers' own"
     if getattr(base_model(model), "lm_head", None) is not base_model(model).get_output_embeddings():

@@ -507,6 +507,7 @@ LORA_FAILS: dict[str, str] = {
         ("bloom", "cohere2_moe", "falcon", "gemma3n_text", "gpt_neox", "gptj", "mamba2", "mimo_v2_flash", "stablelm"),
         "takes no adapters",
     ),
+    **dict.fromkeys(("llava_onevision", "mistral4"), "takes no adapters"),
     "zamba2": "takes no adapters",
     "gpt_bigcode": "could not be wrapped",
 }

@@ -211,7 +211,13 @@ _ROWS = (
     Family("OlmoeForCausalLM", "olmoe", vllm_values={"clip_qkv": None}),
     Family("Olmo2ForCausalLM", "olmo2", engine_layers="transformers"),
     Family("Olmo3ForCausalLM", "olmo3", engine_layers="transformers"),
-    Family("PhiForCausalLM", "phi", shares_head=False, vllm_values={"qk_layernorm": False}),
+    Family(
+        "PhiForCausalLM",
+        "phi",
+        shares_head=False,
+        vllm_values={"qk_layernorm": False},
+        vllm_fields={"n_inner": lambda config: config.intermediate_size},
+    ),
     Family("Phi3ForCausalLM", "phi3", engine_layers="fused"),
     Family(
         "PhimoeForCausalLM",

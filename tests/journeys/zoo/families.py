@@ -129,7 +129,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
     "persimmon": {"num_key_value_heads": 2},
-    "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "intermediate_size": 512},
+    "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2},
     "phi3": {"sliding_window": None},
     "phi3 long": {
         "sliding_window": None,

@@ -255,9 +255,10 @@ def test_vllms_classes_read_the_fields_that_rows_name(name):
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models.registry import ModelRegistry
 
-    module = inspect.getmodule(ModelRegistry.models[name].load_model_cls())
+    cls = ModelRegistry.models[name].load_model_cls()
     # Layers of other families' modules, too, such as those of Qwen3's mixture in that with pictures.
-    layers = {inspect.getmodule(each) for each in vars(module).values() if inspect.isclass(each)}
+    classes = [*vars(inspect.getmodule(cls)).values(), *cls.__mro__]
+    layers = {inspect.getmodule(each) for each in classes if inspect.isclass(each)}
     source = "".join(
         map(inspect.getsource, [each for each in layers if "vllm.model_executor.models" in each.__name__])
     )

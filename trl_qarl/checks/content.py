@@ -16,13 +16,11 @@ from trl.chat_template_utils import add_response_schema, supports_tool_calling
 from trl.data_utils import prepare_multimodal_messages
 
 from ..adapters.tensors import base_of, is_adapter_folder
-from ..checkpoint.record import check_config, read_json
+from ..checkpoint.record import TOKENIZER_FILES, check_config, has_tokenizer, problems_of_json
 from .batches import problems_of_dataset
 from .names import is_no_folder
 
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_READ_AS_JSON = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _PROMPTS = (
     "A prompt is a text, or a list of messages with `role` and `content`, and not empty. Remove such rows: "
     "`dataset.filter(lambda row: row['prompt'])`."
@@ -188,21 +186,12 @@ def problems_of_tokenizer(model: Any, processing_class: Any, name: str = "proces
     model = base_of(model) if is_adapter_folder(model) else model
     if not (isinstance(model, str) and model and Path(model).is_dir()):
         return
-    if not any((Path(model) / file).is_file() for file in _TOKENIZER_FILES):
+    if not has_tokenizer(model):
         yield (
-            f"{model} has no tokenizer ({', '.join(_TOKENIZER_FILES)}). Save it there with `tokenizer.save_pretrained`, or give it "
+            f"{model} has no tokenizer ({', '.join(TOKENIZER_FILES)}). Save it there with `tokenizer.save_pretrained`, or give it "
             f"as `{name}`."
         )
     yield from problems_of_json(model)
-
-
-def problems_of_json(folder: str) -> Iterator[str]:
-    """Yield a problem of each damaged file of a tokenizer, or of how to generate, which transformers does not name."""
-    for path in filter(Path.is_file, (Path(folder) / name for name in _READ_AS_JSON)):
-        try:
-            read_json(path)
-        except ValueError as error:
-            yield str(error)
 
 
 def problem_of_end(processing_class: Any) -> str | None:

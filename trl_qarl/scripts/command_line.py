@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.record import problems_of_json
 from ..checks.names import is_no_folder, misspelled
 from ..checks.problems import raise_problems
 from ..packages import installed
@@ -39,9 +40,10 @@ def configuration_errors() -> Iterator[None]:
 
 
 def check_folder(model: str) -> None:
-    """Raise `ValueError` for a path without a folder."""
+    """Raise `ValueError` for a path without a folder, or for a folder with damaged files of a tokenizer."""
     if is_no_folder(model):
         raise ValueError(f"{model} is not a folder.")
+    raise_problems(problems_of_json(model))
 
 
 def describe_export(folder: str | Path) -> str:

@@ -65,8 +65,6 @@ def main(args: Namespace) -> int:
     from ..checkpoint.export import check_export_dir, export_checkpoint
     from ..checkpoint.gguf import GGUF_FILE, read_base
     from ..checkpoint.load import is_low_bit_checkpoint
-    from ..checks.content import problems_of_json
-    from ..checks.problems import raise_problems
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():
@@ -78,7 +76,6 @@ def main(args: Namespace) -> int:
                 f"{args.model_name_or_path} is a low-bit checkpoint already. Name the folder of the masters."
             )
         check_export_dir(args.output_dir)
-        raise_problems(problems_of_json(args.model_name_or_path))
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         model, report, settings = _policy_of_masters(args, hub_kwargs)
         shown = ("loss_type", "quantize_learner", "group_size", "exclude_modules")

@@ -4,8 +4,10 @@ import os
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
 from typing import Any
 
+from ..checkpoint.record import has_tokenizer
 from ..engines.server_command import LOCAL_HOSTS, build_server_command, context_length, tensor_parallel_size
 from ..quantization.plan import plan_of
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
@@ -86,6 +88,13 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         from ..sync.publisher import check_ranks, largest_chunk
 
         model = shapes_of(args.model, args.trust_remote_code, "--model")
+        own = {word.partition("=")[0].replace("_", "-") for word in vllm_args} & {
+            "--tokenizer",
+            "--skip-tokenizer-init",
+        }
+        needs_one = Path(args.model).is_dir() and not own and not args.print_command
+        if needs_one and not has_tokenizer(args.model):
+            raise ValueError(f"{args.model} has no tokenizer. Save it there with `tokenizer.save_pretrained`.")
         if problem := problem_of_context(model, "--max-model-len", context_length(vllm_args)):
             raise ValueError(problem)
         chunk = largest_chunk(model, getattr(torch, args.dtype))

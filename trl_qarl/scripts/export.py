@@ -189,8 +189,8 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
     if metrics.is_file():
         for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             # A run that was killed, or met a full disk, may have left half a line.
-            with suppress(ValueError):
-                rows.append(json.loads(line))
+            with suppress(ValueError, TypeError):
+                rows.append(dict(json.loads(line)))
     elif state.is_file():
         with suppress(ValueError):
             rows = json.loads(state.read_text(encoding="utf-8"))["log_history"]

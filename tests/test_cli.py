@@ -118,13 +118,17 @@ def test_accelerate_config_names_a_file_of_trl():
         ("scheme: fp4", "Unknown scheme 'fp4'"),
         ("- scheme", "must contain a YAML mapping"),
         ("scheme: [", 'in "run.yaml"'),
+        ("config: other.yaml", "config='other.yaml': one YAML file does not read another"),
+        ("accelerator_config: 3", "accelerator_config=3 is of type int. Give a dictionary"),
+        ("seed: 1\nseed: 2", "--config='run.yaml' has ['seed'] more than once"),
+        ("scheme: w4a16 # \ud800", "--config='run.yaml' cannot be read: 'utf-8' codec"),
     ],
 )
 def test_wrong_yaml_is_refused_before_anything_is_launched(
     launched, train_argv, tmp_path, monkeypatch, capsys, text, message
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(text)
+    (tmp_path / "run.yaml").write_bytes(text.encode(errors="surrogatepass"))
     error = refused(capsys, "train", *train_argv, "--config", "run.yaml")
     assert "trl-qarl: error: " in error and message in error and launched == []
 

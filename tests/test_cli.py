@@ -172,6 +172,19 @@ def test_a_launchers_signal_or_code_is_the_exit_code(monkeypatch, train_argv, er
     assert main(["train", *train_argv]) == code
 
 
+@pytest.mark.parametrize("module", ["make_parser", "read_options"])
+def test_ctrl_c_while_options_are_read_is_no_traceback(monkeypatch, train_argv, capsys, module):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, module, interrupt)
+    try:
+        code = main(["train", *train_argv])
+    except (SystemExit, KeyboardInterrupt) as end:
+        code = getattr(end, "code", None)
+    assert code == 130 and "Traceback" not in capsys.readouterr().err
+
+
 def test_the_command_needs_no_accelerator(launched, train_argv, monkeypatch, caplog):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     index = train_argv.index("--use_cpu")

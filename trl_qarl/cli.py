@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import select
+import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -43,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return status
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         # Any pipe may have broken: check that it is standard output whose reader has gone, as after `| head`.
         poll = select.poll()

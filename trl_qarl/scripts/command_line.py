@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError
@@ -24,10 +25,13 @@ EXIT_PUSH_FAILED = 3
 
 @contextmanager
 def configuration_errors() -> Iterator[None]:
-    """Turn a `ValueError`, `OSError` or `NotImplementedError` into its message on stderr and exit code 2. Use it only
-    around code that reads a configuration, so that unexpected errors elsewhere keep their traceback."""
+    """Turn a `ValueError`, `OSError` or `NotImplementedError` into its message on stderr and exit code 2, and Ctrl-C
+    into exit code 130. Use it only around code that reads a configuration, so that unexpected errors elsewhere keep
+    their traceback."""
     try:
         yield
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
     except BrokenPipeError:
         # The reader of the output has gone; `trl_qarl.cli` handles this.
         raise

@@ -114,7 +114,9 @@ def problems_of_arguments(
     yield from problems_of_quantized_base(args, quantization_config, has_adapter)
     rewards, processing_class = others.get("reward_funcs") or [], others.get("processing_class")
     rewards = rewards if isinstance(rewards, list) else [rewards]
-    inputs = train_dataset, eval_dataset, rewards, processing_class, environment_factory, others.get("tools")
+    # A `rollout_func` may give them arguments of its own.
+    judged = rewards if others.get("rollout_func") is None else []
+    inputs = train_dataset, eval_dataset, judged, processing_class, environment_factory, others.get("tools")
     yield from problems_of_content(args, model, *inputs)
     yield from _problems_of_rewards(args, rewards, others.get("reward_processing_classes"))
     # Callbacks may add metrics.

@@ -22,6 +22,7 @@ from transformers import (
     T5ForConditionalGeneration,
     TrainerCallback,
 )
+from trl.rewards import think_format_reward
 
 from testing_utils import make_problems, make_tiny_model, refused, spread
 from testing_utils.pictures import draw
@@ -388,7 +389,13 @@ REFUSED = {
     "rewards: too few": ({}, {"reward_weights": [1.0, 2.0]}, "has 2 numbers, and there is 1 reward function"),
     "a column is missing": ({"reward_funcs": needs_solution}, {}, "'needs_solution' cannot be called: missing a req"),
     "an argument is missing": ({"reward_funcs": takes_no_more}, {}, "'takes_no_more' cannot be called: got an unex"),
+    "a reward of messages": (
+        {"reward_funcs": think_format_reward},
+        {},
+        "TRL's reward 'think_format_reward' reads mes",
+    ),
     "a column of that name": ({"train_dataset": with_column("completions")}, {}, "has the columns ['completions']"),
+    "a column of TRL's": ({"train_dataset": with_column("trainer_state")}, {}, "has the columns ['trainer_state']"),
     "no row": ({"train_dataset": Dataset.from_dict({"prompt": []})}, {}, "The training dataset has no rows"),
     "splits": (
         {"train_dataset": DatasetDict({"train": make_problems()})},

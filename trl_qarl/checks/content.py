@@ -141,6 +141,12 @@ def has_texts(data: Any) -> bool:
     return len(prompts) > 0 and isinstance(prompts[0], str)
 
 
+def _reads_messages(reward: Any) -> bool:
+    return str(getattr(reward, "__module__", "")).startswith("trl.rewards.") and (
+        "completions" in inspect.signature(reward).parameters
+    )
+
+
 def check_columns(rows: Iterable[Mapping[str, Any]]) -> None:
     """Raise `ValueError` for a row of a batch without a prompt, as a stream may have whose columns only its rows
     tell."""
@@ -321,6 +327,12 @@ def problems_of_content(
             yield from problems_of_evaluation(eval_dataset, reward_funcs, _columns_of(train_dataset))
         for name, data in (("training", train_dataset), ("evaluation", eval_dataset)):
             yield from problems_of_prompts(data, name)
+        for reward in reward_funcs if isinstance(reward_funcs, list) and has_texts(train_dataset) else []:
+            if _reads_messages(reward):
+                yield (
+                    f"TRL's reward {getattr(reward, '__name__', reward)!r} reads messages, and the prompts are texts. Give prompts that are lists "
+                    "of messages, or another reward."
+                )
     yield from problems_of_tokenizer(model, processing_class)
     tools = tools or environment_factory
     yield from _problems_of_template(model, processing_class, args, tools, train_dataset, eval_dataset)
@@ -371,7 +383,7 @@ def _problems_of_columns(data: Any, reward_funcs: Any, name: str) -> Iterator[st
 def _problems_of_calls(reward_funcs: Any, columns: Iterable[str], name_of_data: str) -> Iterator[str]:
     """Yield a problem for each reward function that does not take the arguments that TRL gives: its own, and one for
     each column of the dataset."""
-    if taken := sorted({"prompts", "completions"}.intersection(columns)):
+    if taken := sorted({"prompts", "completions", "trainer_state", "log_extra", "log_metric"}.intersection(columns)):
         yield f"The {name_of_data} dataset has the columns {taken}, which are names of a reward's own arguments. Rename them."
         return
     own = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")

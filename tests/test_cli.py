@@ -141,17 +141,24 @@ def test_processes_that_accelerate_would_not_start_are_named(monkeypatch, train_
     assert "num_processes=2, and without several GPUs accelerate would start one process. Add `--multi_gpu`" in said
 
 
-def test_the_command_becomes_the_one_process_of_a_launch(monkeypatch, train_argv):
+def test_the_command_becomes_the_one_process_of_a_launch(monkeypatch, train_argv, tmp_path):
     """In place of accelerate's `simple_launcher`, which waits for it."""
     from accelerate.commands import launch
 
-    calls = []
-    monkeypatch.setattr("trl_qarl.cli.become", lambda argv, environment: calls.append((argv, environment)))
+    (tmp_path / "run.yaml").write_text("env: {OMP_PROC_BIND: close}")
+    trained, began = [], []
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(train, "run", lambda argv: trained.append((argv, os.environ["ACCELERATE_MIXED_PRECISION"])))
+    monkeypatch.setattr("trl_qarl.cli.become", lambda argv, environment: began.append((argv, environment)))
     monkeypatch.setattr(launch, "simple_launcher", launch.simple_launcher)
     assert main(["train", *train_argv]) == 0
-    ((argv, environment),) = calls
-    assert argv == [sys.executable, "-m", "trl_qarl.scripts.train", *train_argv]
-    assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert (trained, began) == ([(train_argv, "no")], [])
+    # torch has read that when it was imported.
+    words = [*train_argv, "--config", str(tmp_path / "run.yaml")]
+    main(["train", *words])
+    ((argv, environment),) = began
+    assert argv == [sys.executable, "-m", "trl_qarl.scripts.train", *words]
+    assert environment["OMP_PROC_BIND"] == "close"
 
 
 @pytest.mark.parametrize(

@@ -565,15 +565,13 @@ def _split(dataset, script_args, option: str):
     return dataset[name]
 
 
-if __name__ == "__main__":
-    exit_on_signals()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        # SIGKILL, because a rank may be waiting for another one that has ended.
-        end_with_parent(signal.SIGKILL)
+def run(argv: list[str]) -> None:
+    """Train with the options `argv` of a launched process. A wrong one ends it with exit code 2, and a signal, as that
+    of Ctrl-C, with 128 plus its number."""
     with configuration_errors():
         from accelerate.commands.launch import launch_command_parser
 
-        parsed, _, unused = read_options(sys.argv[1:], make_parser(), launch_command_parser())
+        parsed, _, unused = read_options(argv, make_parser(), launch_command_parser())
         if unused:
             raise ValueError(f"{' '.join(unused)} is for `accelerate launch`. Give it before `--module`.")
     try:
@@ -585,3 +583,11 @@ if __name__ == "__main__":
             print(f"trl-qarl: interrupted. {how_to_resume(parsed[1].output_dir)}", file=sys.stderr)
         # Set the exit code here: Python's own is lost if a library, such as torch, runs code at exit.
         sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else error.code)
+
+
+if __name__ == "__main__":
+    exit_on_signals()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # SIGKILL, because a rank may be waiting for another one that has ended.
+        end_with_parent(signal.SIGKILL)
+    run(sys.argv[1:])

@@ -118,13 +118,17 @@ def test_accelerate_config_names_a_file_of_trl():
         ("scheme: fp4", "Unknown scheme 'fp4'"),
         ("- scheme", "must contain a YAML mapping"),
         ("scheme: [", 'in "run.yaml"'),
+        ("config: other.yaml", "config='other.yaml': one YAML file does not read another"),
+        ("accelerator_config: 3", "accelerator_config=3 is of type int. Give a dictionary"),
+        ("seed: 1\nseed: 2", "--config='run.yaml' has ['seed'] more than once"),
+        ("scheme: w4a16 # \ud800", "--config='run.yaml' cannot be read: 'utf-8' codec"),
     ],
 )
 def test_wrong_yaml_is_refused_before_anything_is_launched(
     launched, train_argv, tmp_path, monkeypatch, capsys, text, message
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(text)
+    (tmp_path / "run.yaml").write_bytes(text.encode(errors="surrogatepass"))
     error = refused(capsys, "train", *train_argv, "--config", "run.yaml")
     assert "trl-qarl: error: " in error and message in error and launched == []
 
@@ -137,17 +141,24 @@ def test_processes_that_accelerate_would_not_start_are_named(monkeypatch, train_
     assert "num_processes=2, and without several GPUs accelerate would start one process. Add `--multi_gpu`" in said
 
 
-def test_the_command_becomes_the_one_process_of_a_launch(monkeypatch, train_argv):
+def test_the_command_becomes_the_one_process_of_a_launch(monkeypatch, train_argv, tmp_path):
     """In place of accelerate's `simple_launcher`, which waits for it."""
     from accelerate.commands import launch
 
-    calls = []
-    monkeypatch.setattr("trl_qarl.cli.become", lambda argv, environment: calls.append((argv, environment)))
+    (tmp_path / "run.yaml").write_text("env: {OMP_PROC_BIND: close}")
+    trained, began = [], []
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(train, "run", lambda argv: trained.append((argv, os.environ["ACCELERATE_MIXED_PRECISION"])))
+    monkeypatch.setattr("trl_qarl.cli.become", lambda argv, environment: began.append((argv, environment)))
     monkeypatch.setattr(launch, "simple_launcher", launch.simple_launcher)
     assert main(["train", *train_argv]) == 0
-    ((argv, environment),) = calls
-    assert argv == [sys.executable, "-m", "trl_qarl.scripts.train", *train_argv]
-    assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert (trained, began) == ([(train_argv, "no")], [])
+    # torch has read that when it was imported.
+    words = [*train_argv, "--config", str(tmp_path / "run.yaml")]
+    main(["train", *words])
+    ((argv, environment),) = began
+    assert argv == [sys.executable, "-m", "trl_qarl.scripts.train", *words]
+    assert environment["OMP_PROC_BIND"] == "close"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +177,19 @@ def test_a_launchers_signal_or_code_is_the_exit_code(monkeypatch, train_argv, er
 
     monkeypatch.setattr("accelerate.commands.launch.launch_command", end)
     assert main(["train", *train_argv]) == code
+
+
+@pytest.mark.parametrize("module", ["make_parser", "read_options"])
+def test_ctrl_c_while_options_are_read_is_no_traceback(monkeypatch, train_argv, capsys, module):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, module, interrupt)
+    try:
+        code = main(["train", *train_argv])
+    except (SystemExit, KeyboardInterrupt) as end:
+        code = getattr(end, "code", None)
+    assert code == 130 and "Traceback" not in capsys.readouterr().err
 
 
 def test_the_command_needs_no_accelerator(launched, train_argv, monkeypatch, caplog):

@@ -9,11 +9,11 @@ import importlib
 import logging
 import os
 import select
+import signal
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn
 
 from ._version import __version__
 from .packages import problem_of_torchvision
@@ -43,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return status
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         # Any pipe may have broken: check that it is standard output whose reader has gone, as after `| head`.
         poll = select.poll()
@@ -100,7 +102,7 @@ def build_launch_args(script_args: list[str], launch_args: list[str], num_cpus: 
 
 
 def _train(argv: list[str]) -> int:
-    from .scripts.train import USAGE, arrange_help, known_options, make_parser, read_options
+    from .scripts.train import USAGE, arrange_help, known_options, make_parser, read_options, run
 
     if not argv:
         print(f"usage: {USAGE}\nSee `trl-qarl train --help`.", file=sys.stderr)
@@ -127,6 +129,8 @@ def _train(argv: list[str]) -> int:
 
     parser, launch_parser = make_parser("trl-qarl train"), launch.launch_command_parser()
     argv = spell(argv, known_options(parser, launch_parser))
+    # Before a YAML file sets others, and after libraries have set theirs.
+    environment = dict(os.environ)
     with configuration_errors(), _without_warnings():
         # The unparsed rest of the command line is an ordered subsequence of it; that of the YAML file is not.
         _, config_remaining, cli_remaining = read_options(argv, parser, launch_parser, launches=True)
@@ -138,11 +142,14 @@ def _train(argv: list[str]) -> int:
         )
     launch_parser.usage = USAGE
     args = launch_parser.parse_args(launch_args)
-    # Replace this process by the training: accelerate would wait for a child that gets no signal sent to this process.
-    launch.simple_launcher = _become_training
+    # accelerate would wait for a child that gets no signal sent to this process.
+    single: list[Namespace] = []
+    launch.simple_launcher = single.append
     try:
         with configuration_errors():
             launch.launch_command(args)
+            if single:
+                argv = _become_training(single[0], environment)
     except SignalException as error:
         # torch's launcher has sent the signal to all ranks and waited for them.
         return 128 + error.sigval
@@ -153,11 +160,15 @@ def _train(argv: list[str]) -> int:
     except subprocess.CalledProcessError as error:
         # The training process has reported the error.
         return error.returncode
+    if single:
+        run(argv)
     return 0
 
 
-def _become_training(args: Namespace) -> NoReturn:
-    """Start the single process of `accelerate launch`."""
+def _become_training(args: Namespace, earlier: Mapping[str, str]) -> list[str]:
+    """Make this process the single one of `accelerate launch`, and return its options. If it needs other variables
+    than those `earlier` ones with which libraries were imported here, it begins anew."""
+    import torch
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
     if args.num_processes > args.num_machines and args.mpirun_hostfile is None:
@@ -165,7 +176,14 @@ def _become_training(args: Namespace) -> NoReturn:
             f"num_processes={args.num_processes}, and without several GPUs accelerate would start one process. Add `--multi_gpu`: without "
             "GPUs the processes run on the CPU."
         )
-    become(*prepare_simple_launcher_cmd_env(args))
+    argv, environment = prepare_simple_launcher_cmd_env(args)
+    changed = {name for name, value in environment.items() if earlier.get(name) != value} - {"OMP_NUM_THREADS"}
+    # Variables of accelerate are read later.
+    if args.mpirun_hostfile is not None or not all(name.startswith("ACCELERATE_") for name in changed):
+        become(argv, environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    os.environ.update(environment)
+    return argv[3:]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ A dense family that transformers and vLLM both know needs no row. Rules are abou
 checkpoints go by names. Imports neither torch nor vLLM.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,7 @@ class Family:
       of the residual stream before they are rounded, `"rounded"` norms rounded ones, and `"transformers"` is
       transformers' own code around vLLM's linear layers, norms and attention.
     - `vllm_fields`: fields of a `config.json` that vLLM's class reads, and transformers' configuration does not have
-      unless the file does.
+      unless the file does, each with the function of that configuration that transformers' class computes.
     - `vllm_values`: values of its configuration that vLLM's class has, whatever the configuration says.
     - `problem_of_plain_vllm`: what vLLM's class leaves out where this package is not installed next to it
       ([`trl_qarl.vllm_plugin.corrected_models`]).
@@ -61,6 +61,8 @@ class Family:
       says; `None` if it follows the configuration.
     - `has_longer_window`: whether vLLM's layers with a sliding window see one more token than transformers' (Cohere 2:
       https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/commandr.py).
+    - `has_one_window`: whether vLLM's layers all have the same sliding window, or none, also as the text of a class of
+      pictures and text.
     - `initialized_layers`: last components of the names of layers whose `weight`, which a packed one does not have,
       transformers reads when it loads a model (`_init_weights` of its class, 5.17).
     - `has_compared_pictures`: whether prompts, tensors and log-probs of its pictures were.
@@ -71,19 +73,66 @@ class Family:
     architecture: str
     model_type: str
     engine_layers: str | None = None
-    vllm_fields: tuple[str, ...] = ()
+    vllm_fields: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     vllm_values: Mapping[str, Any] = field(default_factory=dict)
     problem_of_plain_vllm: str | None = None
     problem_of_float32: str | None = None
     shares_head: bool | None = None
     has_longer_window: bool = False
+    has_one_window: bool = False
     initialized_layers: tuple[str, ...] = ()
     has_compared_pictures: bool = False
     gguf: str | None = None
 
 
+def _always(**fields: Any) -> dict[str, Callable[[Any], Any]]:
+    return {name: lambda config, value=value: value for name, value in fields.items()}
+
+
+def _windows(config: Any) -> list[int | None]:
+    return [config.sliding_window if kind == _SLIDING else None for kind in config.layer_types]
+
+
+def _head_dim(config: Any) -> int:
+    return config.hidden_size // config.num_attention_heads
+
+
+def _first_dense(config: Any) -> int:
+    return [*config.mlp_layer_types, "sparse"].index("sparse")
+
+
+def _rotated(config: Any) -> int:
+    return int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+
+
+_SLIDING = "sliding_attention"
+_FIELDS_OF_MIMO: dict[str, Callable[[Any], Any]] = {
+    "hybrid_layer_pattern": lambda config: [int(kind == _SLIDING) for kind in config.layer_types],
+    "moe_layer_freq": lambda config: [int(kind == "sparse") for kind in config.mlp_layer_types],
+    "layernorm_epsilon": lambda config: config.rms_norm_eps,
+    "sliding_window_size": lambda config: config.sliding_window,
+    "swa_head_dim": lambda config: config.head_dim,
+    "swa_v_head_dim": lambda config: config.v_head_dim,
+    "swa_num_attention_heads": lambda config: config.num_attention_heads,
+    "swa_num_key_value_heads": lambda config: 2 * config.num_key_value_heads,
+    "rope_theta": lambda config: config.rope_parameters["full_attention"]["rope_theta"],
+    "swa_rope_theta": lambda config: config.rope_parameters[_SLIDING]["rope_theta"],
+    "partial_rotary_factor": lambda config: config.rope_parameters[_SLIDING].get("partial_rotary_factor", 1.0),
+    **_always(add_swa_attention_sink_bias=True),
+}
+
+_WIDTHS_OF_LFM2: dict[str, Callable[[Any], Any]] = dict.fromkeys(
+    ("block_dim", "conv_dim"), lambda config: config.hidden_size
+)
+
 _ROWS = (
-    Family("AfmoeForCausalLM", "afmoe", vllm_fields=("n_group", "route_norm", "score_func", "topk_group")),
+    Family(
+        "AfmoeForCausalLM",
+        "afmoe",
+        vllm_fields=_always(n_group=1, topk_group=1, route_norm=True, score_func="sigmoid"),
+    ),
+    # Its gated norms have groups, those of transformers are of a whole layer.
+    Family("BambaForCausalLM", "bamba", vllm_values={"mamba_n_groups": 1}),
     Family("BloomForCausalLM", "bloom", vllm_values={"tie_word_embeddings": True}),
     Family(
         "ApertusForCausalLM",
@@ -93,9 +142,15 @@ _ROWS = (
     Family("ArceeForCausalLM", "arcee", engine_layers="fused"),
     Family("Cohere2ForCausalLM", "cohere2", has_longer_window=True),
     Family("Cohere2MoeForCausalLM", "cohere2_moe", has_longer_window=True),
-    Family("Ernie4_5ForCausalLM", "ernie4_5", engine_layers="fused"),
+    Family(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        vllm_fields=_always(scoring_func="sigmoid", topk_method="noaux_tc"),
+    ),
+    Family("Ernie4_5ForCausalLM", "ernie4_5", engine_layers="fused", vllm_values={"use_bias": False}),
+    Family("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", vllm_values={"use_bias": False}),
     Family("Exaone4ForCausalLM", "exaone4", engine_layers="rounded"),
-    Family("ExaoneMoeForCausalLM", "exaone_moe", vllm_fields=("sliding_windows",)),
+    Family("ExaoneMoeForCausalLM", "exaone_moe", vllm_fields={"sliding_windows": _windows}),
     Family(
         "FalconForCausalLM",
         "falcon",
@@ -113,38 +168,56 @@ _ROWS = (
     ),
     Family("GlmForCausalLM", "glm", engine_layers="fused"),
     Family("Glm4ForCausalLM", "glm4", engine_layers="fused"),
+    Family("Glm4MoeForCausalLM", "glm4_moe", vllm_fields={"head_dim": _head_dim}),
+    Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", vllm_fields={"first_k_dense_replace": _first_dense}),
+    Family("Glm4vForConditionalGeneration", "glm4v", vllm_fields=_always(attention_bias=True)),
+    Family(
+        "Glm4vMoeForConditionalGeneration",
+        "glm4v_moe",
+        vllm_fields={"head_dim": _head_dim, **_always(use_qk_norm=False)},
+    ),
     Family("GPTJForCausalLM", "gptj", shares_head=False),
     Family("GPTBigCodeForCausalLM", "gpt_bigcode", initialized_layers=("c_proj",)),
     Family("GraniteForCausalLM", "granite", engine_layers="rounded"),
+    Family("GraniteMoeHybridForCausalLM", "granitemoehybrid", vllm_values={"mamba_n_groups": 1}),
+    Family(
+        "HYV3ForCausalLM",
+        "hy_v3",
+        vllm_fields={
+            "expert_hidden_dim": lambda config: config.moe_intermediate_size,
+            "first_k_dense_replace": _first_dense,
+        },
+    ),
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", engine_layers="transformers"),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
     Family("LagunaForCausalLM", "laguna", problem_of_plain_vllm="the bias of the router (models/laguna.py)"),
-    Family("Lfm2ForCausalLM", "lfm2", shares_head=True),
+    Family("Lfm2ForCausalLM", "lfm2", shares_head=True, vllm_fields=_WIDTHS_OF_LFM2),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", shares_head=True),
+    Family("Lfm2VlForConditionalGeneration", "lfm2_vl", vllm_fields=_WIDTHS_OF_LFM2),
     Family("LlamaForCausalLM", "llama", engine_layers="fused", gguf="llama"),
     Family("MambaForCausalLM", "mamba", initialized_layers=("out_proj",)),
-    Family("Mamba2ForCausalLM", "mamba2", initialized_layers=("out_proj",)),
+    Family("Mamba2ForCausalLM", "mamba2", vllm_values={"n_groups": 1}, initialized_layers=("out_proj",)),
+    Family("MiMoV2FlashForCausalLM", "mimo_v2_flash", vllm_fields=_FIELDS_OF_MIMO),
     Family(
-        "MiMoV2FlashForCausalLM",
-        "mimo_v2_flash",
-        vllm_fields=(
-            "hybrid_layer_pattern",
-            "layernorm_epsilon",
-            "moe_layer_freq",
-            "sliding_window_size",
-            "swa_head_dim",
-            "swa_num_attention_heads",
-            "swa_num_key_value_heads",
-        ),
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        vllm_fields={"rotary_dim": _rotated, **_always(scoring_func="sigmoid", use_routing_bias=True)},
     ),
     Family("MistralForCausalLM", "mistral", engine_layers="fused", gguf="llama"),
     Family("Mistral3ForConditionalGeneration", "mistral3", has_compared_pictures=True),
     Family("MixtralForCausalLM", "mixtral", engine_layers="fused"),
     Family("NanoChatForCausalLM", "nanochat", initialized_layers=("o_proj",)),
     Family("OlmoForCausalLM", "olmo", engine_layers="transformers"),
+    Family("OlmoeForCausalLM", "olmoe", vllm_values={"clip_qkv": None}),
     Family("Olmo2ForCausalLM", "olmo2", engine_layers="transformers"),
     Family("Olmo3ForCausalLM", "olmo3", engine_layers="transformers"),
-    Family("PhiForCausalLM", "phi", shares_head=False),
+    Family(
+        "PhiForCausalLM",
+        "phi",
+        shares_head=False,
+        vllm_values={"qk_layernorm": False},
+        vllm_fields={"n_inner": lambda config: config.intermediate_size},
+    ),
     Family("Phi3ForCausalLM", "phi3", engine_layers="fused"),
     Family(
         "PhimoeForCausalLM",
@@ -157,19 +230,36 @@ _ROWS = (
             "router_jitter_noise": 0.01,
         },
     ),
-    Family("Qwen2ForCausalLM", "qwen2", engine_layers="fused", gguf="qwen2"),
-    Family("Qwen2MoeForCausalLM", "qwen2_moe", engine_layers="fused"),
-    Family("Qwen2VLForConditionalGeneration", "qwen2_vl", has_compared_pictures=True),
-    Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", has_compared_pictures=True),
-    Family("Qwen3ForCausalLM", "qwen3", engine_layers="fused", gguf="qwen3"),
-    Family("Qwen3MoeForCausalLM", "qwen3_moe", engine_layers="fused"),
-    Family("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", vllm_fields=("norm_topk_prob",)),
+    Family("Qwen2ForCausalLM", "qwen2", engine_layers="fused", has_one_window=True, gguf="qwen2"),
+    Family("Qwen2MoeForCausalLM", "qwen2_moe", engine_layers="fused", has_one_window=True),
+    Family("Qwen2VLForConditionalGeneration", "qwen2_vl", has_one_window=True, has_compared_pictures=True),
+    Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", has_one_window=True, has_compared_pictures=True),
+    Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        engine_layers="fused",
+        has_one_window=True,
+        vllm_values={"attention_bias": False},
+        gguf="qwen3",
+    ),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", engine_layers="fused", vllm_values={"attention_bias": False}),
+    Family("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", vllm_fields=_always(norm_topk_prob=True)),
     Family("Qwen3_5ForConditionalGeneration", "qwen3_5", has_compared_pictures=True),
     Family("Qwen3VLForConditionalGeneration", "qwen3_vl", has_compared_pictures=True),
-    Family("SeedOssForCausalLM", "seed_oss", engine_layers="fused"),
+    Family(
+        "SeedOssForCausalLM",
+        "seed_oss",
+        engine_layers="fused",
+        vllm_values={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+    ),
     Family("SmolLM3ForCausalLM", "smollm3", engine_layers="transformers"),
     Family("SmolVLMForConditionalGeneration", "smolvlm", has_compared_pictures=True),
-    Family("StableLmForCausalLM", "stablelm", engine_layers="rounded"),
+    Family(
+        "StableLmForCausalLM",
+        "stablelm",
+        engine_layers="rounded",
+        vllm_values={"qk_layernorm": False, "use_parallel_residual": False},
+    ),
     Family("Starcoder2ForCausalLM", "starcoder2", engine_layers="transformers"),
     Family("VaultGemmaForCausalLM", "vaultgemma", engine_layers="transformers"),
     Family("Zamba2ForCausalLM", "zamba2", shares_head=True),
@@ -188,6 +278,17 @@ FAMILIES = {row.architecture: row for row in _ROWS}
 def family_of(architecture: str) -> Family:
     """Return the row of an architecture, one without special facts if it has none."""
     return FAMILIES.get(architecture) or Family(architecture, "")
+
+
+def fields_for_vllm(architecture: str, config: Any) -> dict[str, Any]:
+    """Return `vllm_fields` with the values of a configuration of text, which it may have from its file."""
+    fields = family_of(architecture).vllm_fields
+    return {name: getattr(config, name) if hasattr(config, name) else make(config) for name, make in fields.items()}
+
+
+def has_one_window(model_type: str) -> bool:
+    """Return whether the row of a model type of text has `has_one_window`."""
+    return any(row.has_one_window and row.model_type == model_type.removesuffix("_text") for row in _ROWS)
 
 
 def with_fact(name: str) -> tuple[str, ...]:

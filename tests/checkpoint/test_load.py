@@ -24,6 +24,7 @@ from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.load import (
     dequantizing,
     is_low_bit_checkpoint,
+    keep_masters_precise,
     load_frozen_model,
     load_masters,
     load_renamed,
@@ -178,6 +179,9 @@ def test_a_release_in_mxfp4_is_loaded_in_high_precision(tmp_path):
     loaded = load_policy(str(tmp_path), None, {"dtype": torch.float32})
     assert all(torch.equal(loaded.get_parameter(name), master) for name, master in masters.items())
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    loaded.save_pretrained(tmp_path / "masters")
+    saved = load_file(tmp_path / "masters" / "model.safetensors")
+    assert all(torch.equal(saved[name], master) for name, master in masters.items())
     report = prepare_model(loaded, "w4a16")
     assert [*report.num_experts] == [f"model.layers.{index}.mlp.experts" for index in range(2)]
     # What is known of it before it is loaded.
@@ -220,6 +224,43 @@ def test_a_small_update_of_a_release_in_mxfp4_flips_no_code(tmp_path):
     assert len(weights) == 4
     for weight, former in zip(weights, before, strict=True):
         assert torch.equal(weight.low_bit_weight().scale, former.scale) and weight.num_flipped_codes == 0
+
+
+def as_blocks(weight, size):
+    """The codes of a matrix in FP8, the scales of its blocks, and the matrix that they are."""
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % size, 0, -rows % size))
+    blocks = padded.unflatten(0, (-1, size)).unflatten(-1, (-1, size))
+    scales = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    whole = [
+        each.flatten(2).flatten(0, 1)[:rows, :columns] for each in (codes, codes.float() * scales[:, None, :, None])
+    ]
+    return whole[0].contiguous(), scales, whole[1]
+
+
+@pytest.mark.parametrize(("arch", "size"), [("qwen3", 32), ("qwen3_moe", 32), ("qwen3", 48), ("qwen3", 96)])
+def test_a_release_in_blocks_of_fp8_is_loaded_in_high_precision(tmp_path, arch, size):
+    model = make_mixture(arch) if arch == "qwen3_moe" else tiny(arch)
+    model.save_pretrained(tmp_path)
+    tensors, masters = load_file(tmp_path / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name], tensors[f"{name}_scale_inv"], masters[name] = as_blocks(tensors[name], size)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    described = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [size, size]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
+    loaded = load_policy(str(tmp_path), None, {"dtype": torch.float32})
+    # Masters are not rounded anew, nor those of a model that transformers loaded alone.
+    if size == 32:
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        keep_masters_precise(theirs)
+        assert theirs._weight_conversions is None
+    loaded.save_pretrained(tmp_path / "masters")
+    found = load_file(tmp_path / "masters" / "model.safetensors")
+    assert masters and all(torch.equal(found[name], master) for name, master in masters.items())
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    assert prepare_model(skeleton(AutoConfig.from_pretrained(tmp_path)), "w4a16").converted
 
 
 # Folder of a file of llm-compressor, or a preset of compressed-tensors and its group size, -1 for channels.

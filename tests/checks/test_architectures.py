@@ -75,8 +75,6 @@ FIXED = {"attention_bias": True, "lm_head_bias": True}
 @pytest.mark.parametrize(
     ("arch", "fields", "problem"),
     [
-        ("exaone_moe", {}, "lacks `sliding_windows`"),
-        ("exaone_moe", {"sliding_windows": [None, None]}, None),
         ("phimoe", FIXED, None),
         (
             "phimoe",
@@ -84,6 +82,20 @@ FIXED = {"attention_bias": True, "lm_head_bias": True}
             "router_jitter_noise=0.0: vLLM 0.31's class always has router_jitter_noise=0.01.",
         ),
         ("phimoe", {"lm_head_bias": True}, "attention_bias=False: vLLM 0.31's class always has attention_bias=True."),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True: vLLM 0.31's class always has qk_layernorm=False."),
+        (
+            "mamba2",
+            {"n_groups": 2, "num_heads": 8, "head_dim": 32},
+            "n_groups=2: vLLM 0.31's class always has n_groups=1.",
+        ),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate=True: vLLM 0.31 always"),
+        ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, None),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, None),
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "all layers of vLLM 0.31's class have the same",
+        ),
     ],
 )
 def test_a_configuration_that_vllms_class_needs_is_named(arch, fields, problem):
@@ -136,5 +148,6 @@ def test_a_class_that_takes_no_adapter_in_vllm_is_named():
     model = model_of("gptj", n_embd=128, n_head=4, n_layer=2, rotary_dim=16)
     assert problem_of_architecture(model) is None
     assert "GPTJForCausalLM takes no adapters" in problem_of_architecture(model, has_adapter=True)
+    assert "latent attention" in problem_of_architecture(model_of("youtu"), has_adapter=True)
     for arch in ("llama", "mamba"):
         assert problem_of_architecture(model_of(arch), has_adapter=True) is None

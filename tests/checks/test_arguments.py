@@ -218,7 +218,8 @@ def test_a_cut_file_of_json_is_named_before_loading(tiny_model, tmp_path, monkey
     with pytest.raises(ValueError, match=f"model/{name} cannot be read"):
         make(str(path.parent), tmp_path / "run")
     options = ["--model_name_or_path", str(path.parent), "--scheme", "w8a8", "--output_dir", str(tmp_path / "out")]
-    assert f"model/{name} cannot be read" in refused(capsys, "export", *options)
+    for command in (["export", *options], ["doctor", str(path.parent)], ["vllm-serve", "--model", str(path.parent)]):
+        assert f"model/{name} cannot be read" in refused(capsys, *command)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])

@@ -22,6 +22,7 @@ from transformers import (
     T5ForConditionalGeneration,
     TrainerCallback,
 )
+from trl.rewards import think_format_reward
 
 from testing_utils import make_problems, make_tiny_model, refused, spread
 from testing_utils.pictures import draw
@@ -56,17 +57,28 @@ def described(model):
     return [*map(type, model.modules())], [*map(len, hooks)], rates, model.generation_config.to_dict()
 
 
-def test_a_refused_model_stays_as_it_was(tmp_path):
+def test_a_refused_model_stays_as_it_was(tmp_path, monkeypatch):
     path = make_tiny_model(tmp_path, "qwen2", dtype="bfloat16", attention_dropout=0.1)
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     before, weights = described(model), {name: t.clone() for name, t in model.state_dict().items()}
     options = {"disable_dropout": False, "exclude_modules": ["no_such_layer"]}
+    # A choice may load vLLM.
+    monkeypatch.setattr("trl_qarl.trainer.policy.choose_numerics", lambda *_: pytest.fail("chosen"))
     with pytest.raises(Problems) as said:
         Policy(arguments(tmp_path, **options)).prepare(model)
     starts = ["The masters are bfloat16", "The model drops activations", "exclude_modules: 'no_such_layer'"]
     assert [p.startswith(s) for p, s in zip(said.value.problems, starts, strict=True)] == [True] * 3
     assert described(model) == before
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_dropout_with_engine_numerics_is_judged_first(tmp_path):
+    path = make_tiny_model(tmp_path, "qwen2", attention_dropout=0.1)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    before, options = described(model), {"disable_dropout": False, "numerics": "engine", "bf16": True}
+    with pytest.raises(Problems, match="has attention_dropout=0.1, and engines drop nothing"):
+        Policy(arguments(tmp_path, loss_type="grpo", **options)).prepare(model)
+    assert described(model) == before
 
 
 def test_options_set_after_the_configuration_are_judged(tiny_model, tmp_path, not_loaded):
@@ -185,6 +197,34 @@ def load_nothing(self, name, **kwargs):
 )
 def test_options_of_loading_are_judged_before_it(tiny_model, tmp_path, not_loaded, options, text):
     (found,) = problems(tiny_model, spread, arguments(tmp_path, model_init_kwargs=options), make_problems())
+    assert text in found
+
+
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": False}}
+
+
+@pytest.mark.parametrize(
+    ("described", "options", "text"),
+    [
+        ({"quant_method": "awq", "bits": 4}, {}, "is quantized with quant_method='awq'"),
+        ({"quant_method": "modelopt"}, {}, "is quantized with quant_method='modelopt'"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {}, "is quantized with quant_method='bitsandbytes'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False}, {}, "a checkpoint with zero points"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16}, {}, "other schemes than"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": GROUP}},
+            {},
+            "a checkpoint with zero points",
+        ),
+        ({"quant_method": "fp8"}, {"scheme": "bf16", "use_vllm": True}, "vLLM would make layers of it too"),
+    ],
+    ids=lambda value: value.get("quant_method") if isinstance(value, dict) else "",
+)
+def test_releases_that_cannot_be_trained_are_named(tiny_model, tmp_path, not_loaded, described, options, text):
+    folder = shutil.copytree(tiny_model, tmp_path / "release")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
+    (found,) = problems(str(folder), spread, arguments(tmp_path / "out", **options), make_problems())
     assert text in found
 
 
@@ -386,7 +426,13 @@ REFUSED = {
     "rewards: too few": ({}, {"reward_weights": [1.0, 2.0]}, "has 2 numbers, and there is 1 reward function"),
     "a column is missing": ({"reward_funcs": needs_solution}, {}, "'needs_solution' cannot be called: missing a req"),
     "an argument is missing": ({"reward_funcs": takes_no_more}, {}, "'takes_no_more' cannot be called: got an unex"),
+    "a reward of messages": (
+        {"reward_funcs": think_format_reward},
+        {},
+        "TRL's reward 'think_format_reward' reads mes",
+    ),
     "a column of that name": ({"train_dataset": with_column("completions")}, {}, "has the columns ['completions']"),
+    "a column of TRL's": ({"train_dataset": with_column("trainer_state")}, {}, "has the columns ['trainer_state']"),
     "no row": ({"train_dataset": Dataset.from_dict({"prompt": []})}, {}, "The training dataset has no rows"),
     "splits": (
         {"train_dataset": DatasetDict({"train": make_problems()})},

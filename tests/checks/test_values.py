@@ -42,6 +42,8 @@ REFUSED = [
     ),
     ({"learning_rate": INF}, "learning_rate=inf must be finite"),
     ({"output_dir": ""}, "output_dir='' is empty. Name the folder"),
+    ({"accelerator_config": 3}, "accelerator_config=3 is of type int. Give a dictionary"),
+    ({"parallelism_config": {"tp_size": 2}}, "parallelism_config={'tp_size': 2} has options of the launch"),
     ({"reward_weights": [1.0, NAN]}, "reward_weights=[1.0, nan] is not a number"),
     ({"reward_weights": [1.0, INF]}, "reward_weights=[1.0, inf] must be finite"),
     ({"reward_weights": ["1"]}, "reward_weights=['1'] is of type list"),

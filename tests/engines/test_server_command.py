@@ -2,10 +2,12 @@ import json
 import re
 
 import pytest
+from transformers import AutoConfig
 
 from testing_utils.layers import one_layer
+from trl_qarl.checkpoint.load import skeleton
 from trl_qarl.engines.server_command import _IMPOSED, build_server_command, context_length, tensor_parallel_size
-from trl_qarl.engines.spec import EngineSpec
+from trl_qarl.engines.spec import EngineSpec, added_fields
 from trl_qarl.wire.protocol import TRANSFER_DIR_VARIABLE
 
 
@@ -28,6 +30,27 @@ def test_the_command_holds_everything_a_trainer_needs():
     assert option(argv, "--middleware").endswith("PublicationGate")
     assert option(argv, "--max-model-len") == "4096"
     assert environment == {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("deepseek_v3", {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
+        ("exaone_moe", {"sliding_windows": [16, None]}),
+        ("qwen3_vl_moe", {"text_config": {"norm_topk_prob": True}}),
+        ("qwen3", {}),
+    ],
+)
+def test_an_engine_gets_the_fields_that_transformers_does_not_have(kind, fields):
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(kind)
+    text = config.get_text_config()
+    for name, value in (layers if kind == "exaone_moe" else {"num_hidden_layers": 1}).items():
+        setattr(text, name, value)
+    assert added_fields(skeleton(config)) == fields
+    spec = EngineSpec("m", {"quant_method": "compressed-tensors"}, fields=fields)
+    overrides = json.loads(option(build_server_command(spec)[0], "--hf-overrides"))
+    assert overrides == {"quantization_config": {"quant_method": "compressed-tensors"}, **fields}
 
 
 def test_on_a_cpu_weights_go_through_files(monkeypatch):

@@ -3,13 +3,12 @@ Commands with engines, as recipes, pages and `trl-qarl estimate` print them, fol
 of the same kind, at most two processes, ranks or replicas, and ports that are free. Engines do not sleep on a CPU.
 """
 
-import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
+import requests
 from journeys import CONFIGURATIONS, MARKS, RECIPE
 from test_docs import blocks, commands_of, shell_commands
 from test_launches import LORA
@@ -165,7 +164,6 @@ def test_an_export_is_served_as_its_page_says(user, page, program, recipe):
     port = str(free_port())
     server = user.start(*words, "--max-model-len", "64", "--port", port, log="server")
     user.wait_for(f"http://127.0.0.1:{port}/health", server)
-    (asks,) = [words for words in shell_commands(ROOT / "docs" / "publish_and_serve.md") if words[0] == "curl"]
-    asks = [word.replace("8000", port).replace("out/w4a16", "adapter" if recipe else "out/w4a16") for word in asks]
-    answer = json.loads(subprocess.run(asks, capture_output=True, check=True).stdout)
+    asked = {"model": "adapter" if recipe else "out/w4a16", "prompt": "23 + 8 =", "max_tokens": 16}
+    answer = requests.post(f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=60).json()
     assert answer["choices"][0]["text"] and answer["usage"]["completion_tokens"] <= 16

@@ -40,7 +40,7 @@ def test_folders_are_judged_before_masters_are_read(tiny_model, tmp_path, monkey
 def test_half_a_last_line_keeps_the_results_of_a_card(tiny_model, tmp_path):
     masters = shutil.copytree(tiny_model, tmp_path / "masters")
     rows = [json.dumps({"step": step, "reward": step / 8}) for step in range(1, 5)]
-    (masters / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 5, "rew']))
+    (masters / "metrics.jsonl").write_text("\n".join(["[1]", *rows, '{"step": 5, "rew']))
     argv = ["--model_name_or_path", str(masters), "--output_dir", str(tmp_path / "out"), "--scheme", "w4a16"]
     assert main(["export", *argv]) == 0
     assert "| `reward`, mean of the last 4 logged | 0.3125 |" in (tmp_path / "out" / "README.md").read_text()

@@ -1,6 +1,7 @@
 """Wrong options of the commands: the last line of stderr names them, and the exit code is 2."""
 
 import re
+import shutil
 
 import pytest
 
@@ -88,17 +89,19 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
             "--max-model-len=513 with Qwen2ForCausalLM: vLLM starts no engine",
         ),
         ("vllm-serve --model ./nowhere", "trl-qarl: error: ./nowhere is not a folder."),
+        ("vllm-serve --model mute", "trl-qarl: error: mute has no tokenizer."),
     ],
 )
 def test_a_wrong_option_is_named_with_exit_code_two(tiny_model, tmp_path, monkeypatch, capsys, command, message):
     monkeypatch.chdir(tmp_path)
     # With a wrong option, the dataset is read for what is wrong with it.
-    (tmp_path / "rows.json").write_text('{"prompt": "1 + 1 =", "solution": "2"}\n')
+    (tmp_path / "rows.json").write_text('{"prompt": [{"role": "user", "content": "1 + 1 ="}], "solution": "2"}\n')
     (tmp_path / "empty.json").touch()
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / "config.json").write_text('{"model_type": ')
     (tmp_path / "lists").mkdir()
     (tmp_path / "lists" / "config.json").write_text("[]")
+    shutil.copytree(tiny_model, tmp_path / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
     monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: pytest.fail("launched"))
     monkeypatch.setattr("os.execve", lambda *_: pytest.fail("started"))
     lines = refused(capsys, *command.replace("FOLDER", tiny_model).split()).splitlines(keepends=True)

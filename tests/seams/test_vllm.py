@@ -252,17 +252,25 @@ def test_families_run_in_vllm_as_their_rows_say(name):
 @pytest.mark.parametrize("name", with_fact("vllm_fields"))
 def test_vllms_classes_read_the_fields_that_rows_name(name):
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models.registry import ModelRegistry
 
-    module = inspect.getmodule(ModelRegistry.models[name].load_model_cls())
+    cls = ModelRegistry.models[name].load_model_cls()
     # Layers of other families' modules, too, such as those of Qwen3's mixture in that with pictures.
-    layers = {inspect.getmodule(each) for each in vars(module).values() if inspect.isclass(each)}
+    classes = [*vars(inspect.getmodule(cls)).values(), *cls.__mro__]
+    layers = {inspect.getmodule(each) for each in classes if inspect.isclass(each)}
     source = "".join(
         map(inspect.getsource, [each for each in layers if "vllm.model_executor.models" in each.__name__])
     )
     config = AutoConfig.for_model(FAMILIES[name].model_type).get_text_config()
+    # The class of the text in a class of pictures and text.
+    texts = re.findall(r'architectures = \["(\w+)"\]', source)
+    for text in [*texts, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)]:
+        if text in ModelRegistry.models:
+            source += inspect.getsource(inspect.getmodule(ModelRegistry.models[text].load_model_cls()))
     fields = FAMILIES[name].vllm_fields
-    assert [field for field in fields if f"config.{field}" not in source or hasattr(config, field)] == []
+    is_read = {field: f"config.{field}" in source or f'config, "{field}"' in source for field in fields}
+    assert [field for field in fields if not is_read[field] or hasattr(config, field)] == []
 
 
 def test_a_server_asks_all_replicas():

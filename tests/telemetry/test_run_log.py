@@ -41,6 +41,14 @@ def test_every_logged_row_is_in_the_file(tiny_model, tmp_path):
     assert read(tmp_path / "metrics.previous.jsonl")[:-1] == rows
 
 
+def test_half_a_row_of_a_killed_run_spoils_no_other(tiny_model, tmp_path):
+    make(tiny_model, tmp_path, max_steps=2, save_strategy="steps", save_steps=2).train()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "rew')
+    make(tiny_model, tmp_path, max_steps=3).train(resume_from_checkpoint=True)
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 2, 3, 3]
+
+
 @pytest.mark.slow
 def test_parts_of_a_step_are_timed(tiny_model, tmp_path):
     make(tiny_model, tmp_path, max_steps=4, gradient_accumulation_steps=2, steps_per_generation=4).train()

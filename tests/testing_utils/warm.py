@@ -187,10 +187,20 @@ def execute(argv: list[str]) -> None:
 
 def replace_starts(place: str) -> None:
     """Have torch's launcher fork its workers from the warm process too, and a program that becomes a Python program
-    run it in this process."""
+    run it in this process. The command's own training is prepared like theirs."""
+    import ranks
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
+    from trl_qarl.scripts import train
+
     SubprocessHandler._popen = lambda self, argv, env: Command(place, argv, env, env["JOURNEY_LOG"])
+    run = train.run
+
+    def prepare_and_run(argv):
+        ranks.prepare()
+        run(argv)
+
+    train.run = prepare_and_run
 
     def become(file, argv, env):
         for number in (signal.SIGHUP, signal.SIGTERM):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from testing_utils import make_problems, make_trainer
+from testing_utils import make_problems, make_tiny_config, make_trainer
 from testing_utils.trainings import SIGNED, lora
 from trl_qarl import QaRLConfig
 from trl_qarl.quantization.swap import quantized_layers, restore_model
@@ -53,6 +53,14 @@ def test_a_policy_needs_no_trainer(tiny_model, tmp_path):
     assert policy.describe() == {"model": tiny_model, "numerics": "fast"}
     folder = policy.export(tmp_path / "w8a16", AutoTokenizer.from_pretrained(tiny_model), card={})
     assert "quantization_config" in json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.vllm
+def test_a_class_that_vllm_cannot_run_is_named_without_weights(tmp_path):
+    make_tiny_config("doge", architectures=["DogeForCausalLM"]).save_pretrained(tmp_path / "model")
+    args = QaRLConfig(str(tmp_path / "out"), use_cpu=True, bf16=False, use_vllm=True, vllm_mode="colocate")
+    with pytest.raises(ValueError, match="use_vllm=True: the installed vLLM has no class DogeForCausalLM"):
+        Policy(args).load(str(tmp_path / "model"))
 
 
 def test_evaluation_and_export_have_the_bits_of_the_scheme(tiny_model, tmp_path):

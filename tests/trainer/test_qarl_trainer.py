@@ -323,15 +323,28 @@ def test_rewards_of_none_leave_their_completions_without_effect(tiny_model, tmp_
     assert all(torch.isfinite(p).all() and p.shape == before[n].shape for n, p in trainer.model.named_parameters())
 
 
-def with_rollouts(tiny_model, tmp_path, ids, logprobs):
+def with_rollouts(tiny_model, tmp_path, ids, logprobs, reward=spread, **fields):
     """A trainer whose `rollout_func` returns these for each prompt."""
 
     def rollout(prompts, trainer):
         n = len(prompts)
         given = None if logprobs is None else [logprobs] * n
-        return {"prompt_ids": [[4, 5]] * n, "completion_ids": [[*ids, 7 + i % 3] for i in range(n)], "logprobs": given}
+        others = {name: [*map(value, range(n))] for name, value in fields.items()}
+        ids_of_all = [[*ids, 7 + i % 3] for i in range(n)]
+        return {"prompt_ids": [[4, 5]] * n, "completion_ids": ids_of_all, "logprobs": given, **others}
 
-    return QaRLTrainer(tiny_model, spread, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
+    return QaRLTrainer(tiny_model, reward, arguments(tmp_path, max_steps=1), make_problems(), rollout_func=rollout)
+
+
+def test_a_rollout_func_gives_its_rewards_to_a_function(tiny_model, tmp_path):
+    def reward(completions, won, **kwargs):
+        return won
+
+    trainer = with_rollouts(tiny_model, tmp_path, [5, 6], [-9.0] * 3, reward, won=float)
+    trainer.train()
+    assert rows(trainer)[0]["reward_std"] > 0
+    with pytest.raises(ValueError, match="needs a `prompt` column"):
+        trainer.evaluate(Dataset.from_dict({"text": ["1"] * 4}))
 
 
 def test_log_probs_of_a_rollout_func_are_the_sampling_log_probs(tiny_model, tmp_path):
@@ -369,6 +382,16 @@ def test_huge_rewards_do_not_reach_the_weights(tiny_model, tmp_path, caplog, val
         assert len(said) == 1 and "'overflows' returned 1e+38: in float32 the advantages" in said[0]
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
     assert all(math.isfinite(row["loss"]) for row in rows(trainer))
+
+
+def test_a_callback_that_evaluates_leaves_the_rows_of_updates(tiny_model, tmp_path):
+    class Evaluates(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer.evaluate()
+
+    trainer = make(tiny_model, tmp_path, eval_dataset=make_problems(4), callbacks=[Evaluates()], max_steps=2)
+    trainer.train()
+    assert [row["step"] for row in rows(trainer)] == [1, 2] and "reward" in rows(trainer)[0]
 
 
 def test_an_evaluation_leaves_random_numbers_of_training_alone(tiny_model, tmp_path):

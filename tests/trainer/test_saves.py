@@ -177,6 +177,13 @@ def test_resuming_at_the_last_update_loads_the_best_model(tiny_model, tmp_path):
     assert_equal(parameters(first), parameters(again))
 
 
+def test_a_checkpoint_without_states_is_said_to_have_none(tiny_model, tmp_path, caplog):
+    options = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    make(tiny_model, tmp_path, max_steps=1, **options).train()
+    make(tiny_model, tmp_path, max_steps=2, **options).train(resume_from_checkpoint=True)
+    assert "checkpoint-1 was saved with save_only_model=True, without states: the optimizer" in caplog.text
+
+
 def test_old_checkpoints_go_when_the_new_one_is_complete(tiny_model, tmp_path, monkeypatch, caplog):
     saving = SAVING | {"max_steps": 3, "save_total_limit": 1}
     complete = marker.complete

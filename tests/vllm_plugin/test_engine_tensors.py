@@ -21,6 +21,7 @@ from trl_qarl.vllm_plugin.engine_tensors import (
     drop_unused_norms,
     engine_name,
     first_names,
+    is_unused,
     live_fingerprints,
     mappers_of_names,
     mark_rows_by_heads,
@@ -44,6 +45,16 @@ def test_the_copy_of_a_convolution_has_the_loaded_weight(is_packed):
     [(name, buffer, found)] = convolution_copies(model)
     assert name == "mixer.conv_weights" and buffer is mixer.conv_weights
     assert torch.equal(found, weight.view(4, 3))
+
+
+def test_tensors_of_a_tower_that_an_engine_does_not_have_are_unused():
+    model = nn.ModuleDict({"vision_tower": nn.Module(), "language_model": nn.Module()})
+    model.supports_multimodal, model.get_language_model = True, lambda: model["language_model"]
+    owned = {f"{part}.layers.0.fc1.weight" for part in model}
+    assert is_unused(model, owned, "vision_tower.layers.1.fc1.weight")
+    assert not is_unused(model, owned, "language_model.layers.1.fc1.weight")
+    assert not is_unused(model, owned, "lm_head.weight")
+    assert not is_unused(model["language_model"], owned, "vision_tower.layers.1.fc1.weight")
 
 
 def test_shards_are_in_the_order_of_the_rows_that_they_fill():

@@ -1,3 +1,5 @@
+import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from trl_qarl.wire.describe import (
     group_name,
     rotation_differences,
     scheme_of_group,
+    window_differences,
 )
 
 
@@ -47,6 +50,28 @@ def test_what_changes_a_forward_is_told_apart_and_names_are_not():
     # out.
     newer = ours | {"new_setting": 1, "rope_parameters.factor": None}
     assert differences("model.", ours, newer) == []
+
+
+@pytest.mark.parametrize(
+    ("kinds", "engines", "context", "is_same"),
+    [
+        (["sliding_attention", "full_attention"], [0, 16], 64, True),
+        (["sliding_attention", "full_attention"], [0], 64, False),
+        (["sliding_attention", "full_attention"], [0], 16, True),
+        (["full_attention"], [16], 64, False),
+        (["sliding_attention", "mamba"], [16], 64, True),
+        (None, [16], 64, True),
+        (["sliding_attention"], [], 64, True),
+    ],
+)
+def test_windows_that_a_sequence_leaves_are_compared(kinds, engines, context, is_same):
+    config = SimpleNamespace(layer_types=kinds, sliding_window=16)
+    assert (window_differences(config, engines, context) == []) == is_same
+
+
+def test_a_server_can_answer_with_an_infinite_limit():
+    described = describe_model(SimpleNamespace(to_dict=lambda: {"time_step_limit": (0.0, math.inf)}))
+    assert json.loads(json.dumps(described, allow_nan=False))["time_step_limit"] == [0.0, "Infinity"]
 
 
 def test_renamed_kinds_of_layers_are_the_same():

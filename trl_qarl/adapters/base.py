@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Mapping, Set
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,11 @@ from ..checkpoint.load import (
     dequantizing,
     holds_shards,
     is_low_bit_checkpoint,
+    keep_masters_precise,
     load_frozen_model,
     load_masters,
     load_shards,
+    reading_partial_blocks,
 )
 from ..checkpoint.scales import keep_scales
 from ..quantization.experts import QuantizedExperts
@@ -75,9 +78,13 @@ def _given(kwargs: dict[str, Any], names: Set[str]) -> dict[str, Any]:
 
 def _load_dense(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:
     options = dequantizing(name_or_path, model_init_kwargs.get("revision"))
-    model = create_model_from_path(name_or_path, **model_init_kwargs | options)
-    # transformers dequantizes to bfloat16 whatever `dtype` says (integrations/mxfp4.py).
-    return model.to(model.dtype) if options else model
+    with reading_partial_blocks() if options else nullcontext():
+        model = create_model_from_path(name_or_path, **model_init_kwargs | options)
+    if options:
+        keep_masters_precise(model)
+        # transformers dequantizes to bfloat16 whatever `dtype` says (integrations/mxfp4.py).
+        model.to(model.dtype)
+    return model
 
 
 def load_base(name_or_path: str, model_init_kwargs: dict[str, Any]) -> PreTrainedModel:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ..models import family_of, with_fact
 from ..packages import install_hint
@@ -168,8 +169,11 @@ def _conditions(
         runs_as_it_is |= kind in (nn.ModuleList, nn.Dropout)
         is_known = is_low_bit or runs_as_it_is or operation_for(module, layers) is not None
         yield is_known, f"{path!r} is a {kind.__name__}, whose operations are not supported"
-        rate = None if is_dropout_off else _dropout_of(module)
-        yield rate is None, f"{path!r} has {rate}, and engines drop nothing"
+        rates = {} if is_dropout_off else dropout_rates(module)
+        yield (
+            not rates,
+            f"{path!r} has {', '.join(f'{key}={rate}' for key, rate in rates.items())}, and engines drop nothing",
+        )
         is_original = "forward" not in vars(module)
         yield is_original, f"{path!r} has a `forward` on the instance, as set by accelerate's `device_map`"
         if isinstance(module, QuantizedExperts) or has_stacked_matrices(path, module):
@@ -228,10 +232,13 @@ def _conditions_of_product(path: str, layer: QuantizedLayer) -> Iterator[tuple[b
         yield is_native, f"{path!r} has scheme {scheme.name!r}, {reason}"
 
 
-def _dropout_of(module: nn.Module) -> str | None:
-    """Return a rate of dropout above 0 with its name, such as `p=0.1`, or `None`."""
-    for key, rate in vars(module).items():
-        drops = "dropout" in key or (key == "p" and class_of(module) is nn.Dropout)
-        if drops and isinstance(rate, float) and rate > 0:
-            return f"{key}={rate}"
-    return None
+def dropout_rates(module: nn.Module) -> dict[str, float]:
+    """Return the rates above 0 of a module's dropout, or of noise in its router, by attribute."""
+    return {
+        key: rate
+        for key, rate in vars(module).items()
+        # Attention has no dropout module: it passes an attribute of the layer to a function.
+        if ("drop" in key or "jitter" in key or (key == "p" and isinstance(module, _DropoutNd)))
+        and isinstance(rate, float)
+        and rate > 0
+    }

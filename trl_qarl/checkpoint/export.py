@@ -31,7 +31,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from typing_extensions import override
 
 from ..hub import ADAPTER_FOLDER, write_card
-from ..models import family_of
+from ..models import family_of, fields_for_vllm
 from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, is_adapted
 from ..quantization.storage import is_sharded, whole
@@ -176,6 +176,9 @@ def save_configuration(
     processor."""
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures, config.dtype = [architecture(model)], dtype
+    text = config.get_text_config()
+    for name, value in fields_for_vllm(architecture(model), text).items():
+        setattr(text, name, value)
     if described:
         config.quantization_config = described
     if has_own_code(model):

@@ -12,7 +12,7 @@ from torch import nn
 from ..models import IN_FLOAT32, is_router
 from ..quantization.experts import DOWN, QuantizedExperts, is_released_form
 from ..quantization.formats.registry import format_of
-from ..quantization.inventory import Inventory, LayerWeights, fails_in_transformers
+from ..quantization.inventory import Inventory, LayerWeights, fails_in_transformers, layers_outside_decoder
 from ..quantization.names import CheckpointNames
 from ..quantization.plan import fused_layers
 from ..quantization.schemes import SCHEMES, QuantScheme
@@ -167,6 +167,8 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
         if _is_matrix(name, module) and name not in formats
         for each in names.of_both(name)
     ]
+    # vLLM's classes call and fuse layers of towers otherwise.
+    ignore += [f"re:(.*\\.)?{re.escape(part)}\\..*" for part in _unquantized_towers(inventory)]
     if any(
         is_released_form(layer.scheme) for layer in inventory.layers.values() if isinstance(layer, QuantizedExperts)
     ):
@@ -181,6 +183,12 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
         "ignore": ignore,
         "kv_cache_scheme": None,
     }
+
+
+def _unquantized_towers(inventory: Inventory) -> list[str]:
+    """Return the names within the model of the modules next to the language model that have no quantized layer."""
+    names = {next(part for part in name.split(".") if part != "model") for name in layers_outside_decoder(inventory)}
+    return sorted(name for name in names if not any(name in layer.split(".") for layer in inventory.formats))
 
 
 def _is_matrix(name: str, module: nn.Module) -> bool:

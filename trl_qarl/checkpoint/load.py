@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    FineGrainedFP8Config,
     GenerationConfig,
     Mxfp4Config,
     PreTrainedConfig,
@@ -39,6 +41,7 @@ from ..quantization.names import base_state_dict, find_checkpoint_names, is_adap
 from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.swap import restore_model
 from ..quantization.tensors import LowBitTensor
+from ..replacing import replaced
 from ..wire.describe import scheme_of_group
 from ..wire.protocol import tensor_name
 from . import gptq
@@ -46,6 +49,12 @@ from .record import read_json
 
 
 logger = logging.getLogger(__name__)
+
+DEQUANTIZED = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+"""Options with which transformers loads releases in high precision, by their `quant_method`: E4M3 codes with a scale
+for each block, as of DeepSeek-V3, and gpt-oss' experts."""
+
+_LOW_BIT = ("compressed-tensors", "gptq")
 
 SHARDS_FOLDER = "pytorch_model_fsdp_0"
 """Folder of a checkpoint in which accelerate writes FSDP2's parts of the model."""
@@ -57,10 +66,38 @@ def is_low_bit_checkpoint(name_or_path: str, revision: str | None = None) -> boo
 
 
 def dequantizing(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the arguments with which transformers loads a checkpoint in MXFP4, as gpt-oss is released, in high
+    """Return the arguments with which transformers loads a release in one of the formats of [`DEQUANTIZED`] in high
     precision on any device; none for other checkpoints."""
-    is_mxfp4 = method_of(_quantization_of(name_or_path, revision)) == "mxfp4"
-    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
+    options = DEQUANTIZED.get(method_of(_quantization_of(name_or_path, revision)))
+    return {"quantization_config": options(dequantize=True)} if options else {}
+
+
+def reading_partial_blocks() -> AbstractContextManager[None]:
+    """Return a context in which transformers also expands matrices whose last blocks are smaller than the others,
+    such as DeepSeek-V3's of 576 rows: it divides rows by the number of scales, and raises, or takes those of others
+    (5.17)."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    theirs = Fp8Dequantize._dequantize_one
+
+    def dequantize(self: Any, codes: torch.Tensor, scales: torch.Tensor, output_dtype: Any = None) -> torch.Tensor:
+        sizes, (rows, columns) = self.hf_quantizer.quantization_config.weight_block_size, codes.shape[-2:]
+        # Codes in FP4 are two to a byte.
+        if sizes and codes.is_floating_point():
+            short = [-rows % sizes[0], -columns % sizes[1]]
+            if tuple(scales.shape[-2:]) == ((rows + short[0]) // sizes[0], (columns + short[1]) // sizes[1]):
+                codes = nn.functional.pad(codes.float(), (0, short[1], 0, short[0]))
+        return theirs(self, codes, scales, output_dtype)[..., :rows, :columns]
+
+    return replaced(Fp8Dequantize, _dequantize_one=dequantize)
+
+
+def keep_masters_precise(model: nn.Module) -> None:
+    """Have a model that transformers expanded from a quantized release be saved in high precision: the conversions by
+    which it was loaded, reverted, would quantize the masters (5.17)."""
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    if any(hasattr(each, "hf_quantizer") for one in conversions for each in getattr(one, "operations", ())):
+        model._weight_conversions = None
 
 
 def _quantization_of(name_or_path: str, revision: str | None) -> dict[str, Any] | None:
@@ -72,13 +109,46 @@ def _quantization_of(name_or_path: str, revision: str | None) -> dict[str, Any] 
 
 def is_low_bit(described: Any) -> bool:
     """Return whether a `quantization_config` is that of a checkpoint of compressed-tensors or GPTQ."""
-    return method_of(described) in ("compressed-tensors", "gptq")
+    return method_of(described) in _LOW_BIT
 
 
 def method_of(described: Any) -> str | None:
     """Return the `quant_method` of a `quantization_config`, `None` without one."""
     method = described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
     return getattr(method, "value", method)
+
+
+def check_release(name_or_path: str, described: Any) -> None:
+    """Raise `ValueError` if no training can start from a checkpoint with this `quantization_config`, if any."""
+    method = method_of(described)
+    if is_low_bit(described):
+        _schemes_of(name_or_path, described)
+    elif described is not None and method not in DEQUANTIZED:
+        raise ValueError(
+            f"{name_or_path} is quantized with quant_method={method!r}. Training starts from {', '.join((*_LOW_BIT, *DEQUANTIZED))} with symmetric codes, or "
+            "from a checkpoint in high precision: name the model that was quantized."
+        )
+
+
+def _schemes_of(name_or_path: str, described: Any) -> list[tuple[list[str], QuantScheme]]:
+    """Return targets and scheme of each group of a low-bit checkpoint, or of gpt-oss' experts."""
+    method = method_of(described)
+    groups = gptq.config_groups(described) if method == "gptq" else described.get("config_groups", {})
+    if method == "mxfp4":
+        groups = {"group_0": {"targets": ["Linear"], "weights": SCHEMES["mxfp4a16"].weight_args(32)}}
+    # A layer's scales tell its group size.
+    schemes = [(group["targets"], scheme_of_group(name, group)) for name, group in groups.items()]
+    if any(not group["weights"].get("symmetric", True) for group in groups.values()):
+        raise ValueError(
+            f"{name_or_path} is a checkpoint with zero points (`symmetric: false`), which are unsupported. Start from "
+            "the high-precision checkpoint, or quantize it again with a symmetric scheme such as W4A16."
+        )
+    if not schemes or any(scheme is None for _, scheme in schemes):
+        raise ValueError(
+            f"{name_or_path} is a low-bit checkpoint with other schemes than {[*SCHEMES][:-1]} and their group sizes: it has "
+            f"{'; '.join(map(_described, groups.values())) or 'none'}. Start from the high-precision checkpoint."
+        )
+    return [(targets, scheme) for targets, scheme in schemes if scheme is not None]
 
 
 def auto_class(config: PreTrainedConfig) -> type:
@@ -94,7 +164,7 @@ def skeleton(
     """Return the model of a configuration without its weights, on the meta device; one of a low-bit checkpoint with
     layers as in high precision."""
     described = getattr(config, "quantization_config", None)
-    if is_low_bit(described) or method_of(described) == "mxfp4":
+    if is_low_bit(described) or method_of(described) in DEQUANTIZED:
         config = copy(config)
         del config.quantization_config
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -138,21 +208,7 @@ def load_frozen_model(
     described = config.quantization_config
     del config.quantization_config
     is_gptq, is_mxfp4 = (method_of(described) == method for method in ("gptq", "mxfp4"))
-    groups = gptq.config_groups(described) if is_gptq else described.get("config_groups", {})
-    if is_mxfp4:
-        groups = {"group_0": {"targets": ["Linear"], "weights": SCHEMES["mxfp4a16"].weight_args(32)}}
-    # A layer's scales tell its group size.
-    schemes = [(group["targets"], scheme_of_group(name, group)) for name, group in groups.items()]
-    if any(not group["weights"].get("symmetric", True) for group in groups.values()):
-        raise ValueError(
-            f"{name_or_path} is a checkpoint with zero points (`symmetric: false`), which are unsupported. Start from "
-            "the high-precision checkpoint, or quantize it again with a symmetric scheme such as W4A16."
-        )
-    if not schemes or any(scheme is None for _, scheme in schemes):
-        raise ValueError(
-            f"{name_or_path} is a low-bit checkpoint with other schemes than {[*SCHEMES][:-1]} and their group sizes: it has "
-            f"{'; '.join(map(_described, groups.values())) or 'none'}. Start from the high-precision checkpoint."
-        )
+    schemes = _schemes_of(name_or_path, described)
     dtype = config.dtype if dtype in ("auto", None) else getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     cls = getattr(transformers, (config.architectures or [""])[0], None)

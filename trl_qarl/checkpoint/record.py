@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,15 @@ logger = logging.getLogger(__name__)
 SCHEME_FILE = "qarl.json"
 DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes in which an engine runs a model, by their names."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
+_READ_AS_JSON = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def scheme_record(args, plan: QuantPlan, scale_dtype: "torch.dtype") -> dict[str, Any]:
@@ -180,6 +189,19 @@ def check_config(model: str) -> None:
     """Raise `ValueError` for a damaged `config.json` in a folder; transformers names none that holds a list (5.17)."""
     if (path := Path(model, "config.json")).is_file():
         read_json(path)
+
+
+def problems_of_json(folder: str) -> Iterator[str]:
+    """Yield a problem of each damaged file of a tokenizer, or of how to generate, which transformers does not name."""
+    for path in filter(Path.is_file, (Path(folder) / name for name in _READ_AS_JSON)):
+        try:
+            read_json(path)
+        except ValueError as error:
+            yield str(error)
+
+
+def has_tokenizer(folder: str) -> bool:
+    return any((Path(folder) / file).is_file() for file in TOKENIZER_FILES)
 
 
 def read_record(path: str | Path) -> dict[str, Any]:

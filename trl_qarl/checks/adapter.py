@@ -60,6 +60,8 @@ def problems_of_start(model: Any, has_adapter: bool) -> Iterator[str]:
 
 def is_nf4(quantization_config: Any) -> bool:
     """Return whether a `quantization_config` loads a model in bitsandbytes' 4 bits."""
+    if isinstance(quantization_config, dict):
+        return bool(quantization_config.get("load_in_4bit"))
     return bool(getattr(quantization_config, "load_in_4bit", False))
 
 

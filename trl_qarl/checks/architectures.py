@@ -13,10 +13,12 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from ..checkpoint.layout import problem_of_mixture
-from ..models import family_of
+from ..models import family_of, has_one_window
 from ..quantization.inventory import Inventory
+from ..quantization.names import has_tower
 from ..quantization.schemes import QuantScheme
 
 
@@ -32,15 +34,19 @@ def problems_with_vllm(
     family, config = family_of(name), inventory.model.config
     if problem := problem_of_mixture(inventory, schemes):
         yield problem
-    if missing := [f"`{field}`" for field in family.vllm_fields if not hasattr(config.get_text_config(), field)]:
-        yield (
-            f"the config.json of {name} lacks {', '.join(missing)}, which vLLM 0.31's class reads and transformers' does not have. Use a "
-            "release's config.json, or add the fields"
-        )
     values = {field: value for field, value in family.vllm_values.items() if getattr(config, field) != value}
     if values:
         theirs, ours = (", ".join(f"{field}={of[field]}" for field in values) for of in (values, config.to_dict()))
-        yield f"{name} with {ours}: vLLM 0.31's class always has {theirs}. Use these values in its config.json"
+        yield f"{name} with {ours}: vLLM 0.31's class always has {theirs}. Train a model with these values, or use_vllm=False"
+    text = config.get_text_config()
+    kinds = {*(getattr(text, "layer_types", None) or ())}
+    if len(kinds) > 1 and has_one_window(text.model_type):
+        yield (
+            f"{name} with layers of the kinds {sorted(kinds)}: all layers of vLLM 0.31's class have the same sliding window, or none. Train a "
+            "model with one kind of layers, or use_vllm=False"
+        )
+    if getattr(config, "mamba_rms_norm", False) and getattr(config, "mamba_norm_before_gate", False):
+        yield f"{name} with mamba_norm_before_gate=True: vLLM 0.31 always applies the gate first. Train a model with False, or use_vllm=False"
     wants = family.shares_head
     if wants is not None and (shares := config.tie_word_embeddings) is not wants:
         yield (
@@ -105,12 +111,18 @@ def problem_of_architecture(model: Any, has_adapter: bool = False) -> str | None
         if has_adapter and not supports_lora(known.load_model_cls()):
             return f"the installed vLLM's class {name} takes no adapters (`SupportsLoRA`). Set lora_mode='merged'"
         return None
+    if has_adapter and getattr(model.config.get_text_config(), "kv_lora_rank", None):
+        # vLLM's backend for transformers' classes joins other layers than its own classes.
+        return f"the installed vLLM has no class {name}, and takes no adapters of its latent attention. Set lora_mode='merged'"
     if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
         return f"the installed vLLM has no class {name}, and cannot replace the attention of transformers' own"
     if getattr(model, "lm_head", None) is not model.get_output_embeddings():
         return (
             f"the installed vLLM has no class {name}, and runs transformers' own only if the output head is `lm_head`"
         )
+    processor = PROCESSOR_MAPPING.get(type(model.config), None)
+    if has_tower(model) and not hasattr(processor, "_get_num_multimodal_tokens"):
+        return f"the installed vLLM has no class {name}, and runs transformers' own only if its processor counts the tokens of a picture"
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if cls._is_stateful or not _ATTENTION.issuperset(kinds):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if all its layers attend"

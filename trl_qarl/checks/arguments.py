@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from ..adapters.tensors import base_of, is_adapter_folder
 from ..checkpoint.files import check_writable
-from ..checkpoint.load import is_low_bit, method_of, skeleton
+from ..checkpoint.load import DEQUANTIZED, check_release, is_low_bit, method_of, skeleton
 from ..checkpoint.record import check_config
 from ..quantization.names import base_model, is_peft_model
 from .adapter import (
@@ -114,7 +114,9 @@ def problems_of_arguments(
     yield from problems_of_quantized_base(args, quantization_config, has_adapter)
     rewards, processing_class = others.get("reward_funcs") or [], others.get("processing_class")
     rewards = rewards if isinstance(rewards, list) else [rewards]
-    inputs = train_dataset, eval_dataset, rewards, processing_class, environment_factory, others.get("tools")
+    # A `rollout_func` may give them arguments of its own.
+    judged = rewards if others.get("rollout_func") is None else []
+    inputs = train_dataset, eval_dataset, judged, processing_class, environment_factory, others.get("tools")
     yield from problems_of_content(args, model, *inputs)
     yield from _problems_of_rewards(args, rewards, others.get("reward_processing_classes"))
     # Callbacks may add metrics.
@@ -144,6 +146,14 @@ def problems_of_arguments(
             config = _config_of(model, args)
         except (OSError, ValueError) as error:
             yield f"The model {model!r} cannot be read: {error}"
+        described = getattr(config, "quantization_config", None)
+        # TRL's QLoRA, whose base may be stored in bitsandbytes' 4 bits.
+        if not (is_nf4(described) and has_adapter and not args.is_quantized and not args.use_vllm):
+            try:
+                check_release(model, described)
+            except ValueError as error:
+                yield str(error)
+                config = None
         if not has_adapter:
             # The command line adds `dtype` after the configuration has been checked.
             yield from low_precision_masters(args, given.get("dtype", given.get("torch_dtype")))
@@ -298,10 +308,12 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
     if cls is not None and (problem := _problem_of_class(cls.__name__, cls, config)):
         yield problem
         return
-    if method_of(getattr(config, "quantization_config", None)) == "mxfp4" and args.use_vllm and not args.is_quantized:
+    method = method_of(getattr(config, "quantization_config", None))
+    if method in DEQUANTIZED and args.use_vllm and not args.is_quantized:
         yield (
-            f"scheme={args.scheme!r} with a checkpoint in MXFP4: vLLM would make its experts in MXFP4 too. Use scheme='mxfp4a16', or save the "
-            "model in high precision (`Mxfp4Config(dequantize=True)`) and start from that."
+            f"scheme={args.scheme!r} with a checkpoint in {method}: vLLM would make layers of it too. Use a low-bit scheme, such as "
+            f"{'mxfp4a16' if method == 'mxfp4' else 'fp8'!r}, or save the model in high precision (`{DEQUANTIZED[method].__name__}(dequantize=True)`) "
+            "and start from that."
         )
     if is_low_bit(getattr(config, "quantization_config", None)):
         # Its tensors tell which layers are in low bits.

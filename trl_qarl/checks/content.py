@@ -16,13 +16,11 @@ from trl.chat_template_utils import add_response_schema, supports_tool_calling
 from trl.data_utils import prepare_multimodal_messages
 
 from ..adapters.tensors import base_of, is_adapter_folder
-from ..checkpoint.record import check_config, read_json
+from ..checkpoint.record import TOKENIZER_FILES, check_config, has_tokenizer, problems_of_json
 from .batches import problems_of_dataset
 from .names import is_no_folder
 
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_READ_AS_JSON = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _PROMPTS = (
     "A prompt is a text, or a list of messages with `role` and `content`, and not empty. Remove such rows: "
     "`dataset.filter(lambda row: row['prompt'])`."
@@ -143,6 +141,12 @@ def has_texts(data: Any) -> bool:
     return len(prompts) > 0 and isinstance(prompts[0], str)
 
 
+def _reads_messages(reward: Any) -> bool:
+    return str(getattr(reward, "__module__", "")).startswith("trl.rewards.") and (
+        "completions" in inspect.signature(reward).parameters
+    )
+
+
 def check_columns(rows: Iterable[Mapping[str, Any]]) -> None:
     """Raise `ValueError` for a row of a batch without a prompt, as a stream may have whose columns only its rows
     tell."""
@@ -188,21 +192,12 @@ def problems_of_tokenizer(model: Any, processing_class: Any, name: str = "proces
     model = base_of(model) if is_adapter_folder(model) else model
     if not (isinstance(model, str) and model and Path(model).is_dir()):
         return
-    if not any((Path(model) / file).is_file() for file in _TOKENIZER_FILES):
+    if not has_tokenizer(model):
         yield (
-            f"{model} has no tokenizer ({', '.join(_TOKENIZER_FILES)}). Save it there with `tokenizer.save_pretrained`, or give it "
+            f"{model} has no tokenizer ({', '.join(TOKENIZER_FILES)}). Save it there with `tokenizer.save_pretrained`, or give it "
             f"as `{name}`."
         )
     yield from problems_of_json(model)
-
-
-def problems_of_json(folder: str) -> Iterator[str]:
-    """Yield a problem of each damaged file of a tokenizer, or of how to generate, which transformers does not name."""
-    for path in filter(Path.is_file, (Path(folder) / name for name in _READ_AS_JSON)):
-        try:
-            read_json(path)
-        except ValueError as error:
-            yield str(error)
 
 
 def problem_of_end(processing_class: Any) -> str | None:
@@ -332,6 +327,12 @@ def problems_of_content(
             yield from problems_of_evaluation(eval_dataset, reward_funcs, _columns_of(train_dataset))
         for name, data in (("training", train_dataset), ("evaluation", eval_dataset)):
             yield from problems_of_prompts(data, name)
+        for reward in reward_funcs if isinstance(reward_funcs, list) and has_texts(train_dataset) else []:
+            if _reads_messages(reward):
+                yield (
+                    f"TRL's reward {getattr(reward, '__name__', reward)!r} reads messages, and the prompts are texts. Give prompts that are lists "
+                    "of messages, or another reward."
+                )
     yield from problems_of_tokenizer(model, processing_class)
     tools = tools or environment_factory
     yield from _problems_of_template(model, processing_class, args, tools, train_dataset, eval_dataset)
@@ -382,7 +383,7 @@ def _problems_of_columns(data: Any, reward_funcs: Any, name: str) -> Iterator[st
 def _problems_of_calls(reward_funcs: Any, columns: Iterable[str], name_of_data: str) -> Iterator[str]:
     """Yield a problem for each reward function that does not take the arguments that TRL gives: its own, and one for
     each column of the dataset."""
-    if taken := sorted({"prompts", "completions"}.intersection(columns)):
+    if taken := sorted({"prompts", "completions", "trainer_state", "log_extra", "log_metric"}.intersection(columns)):
         yield f"The {name_of_data} dataset has the columns {taken}, which are names of a reward's own arguments. Rename them."
         return
     own = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
+from ..bitwise.availability import dropout_rates
 from ..engines.pictures import problem_of_class
 from ..models import family_of
 from ..objectives.registry import get_objective
@@ -70,13 +70,10 @@ def _dropout(model: nn.Module, args: Any) -> tuple[dict[tuple[str, str], float],
     off, remaining = {}, {}
     is_of_trl = get_objective(args) is None
     for name, module in model.named_modules():
-        for key, rate in vars(module).items():
-            # Attention has no dropout module: it passes an attribute of the layer to a function.
-            drops = "drop" in key or "jitter" in key or (key == "p" and isinstance(module, _DropoutNd))
-            if drops and isinstance(rate, float) and rate > 0:
-                # TRL's examples use dropout in LoRA. A model with its own dropout is rare, and refused.
-                is_off = args.disable_dropout or (not is_of_trl and ".lora_dropout." in name)
-                (off if is_off else remaining)[name, key] = rate
+        for key, rate in dropout_rates(module).items():
+            # TRL's examples use dropout in LoRA. A model with its own dropout is rare, and refused.
+            is_off = args.disable_dropout or (not is_of_trl and ".lora_dropout." in name)
+            (off if is_off else remaining)[name, key] = rate
     return off, remaining
 
 

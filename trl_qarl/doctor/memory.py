@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ..adapters.tensors import base_of, is_adapter_folder
-from ..checkpoint.load import skeleton
+from ..checkpoint.load import check_release, skeleton
 from ..checkpoint.record import check_config
 from ..optimizers.eight_bits import block_of
 from ..quantization.inventory import Inventory
@@ -73,6 +73,7 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
         # A folder may name code on the Hub, for which transformers would ask even if no one answers.
         is_local = Path(model).is_dir()
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=is_local)
+        check_release(model, getattr(config, "quantization_config", None))
         return skeleton(config, trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"{argument} {model}: {' '.join(str(error).split())}") from error

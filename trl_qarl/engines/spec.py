@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..models import fields_for_vllm
 from ..wire.protocol import NORMS, WORKER_EXTENSION
 from .gpu_kernels import Gpu, kernel_arguments
 
@@ -17,7 +18,7 @@ class EngineSpec:
     engine; `dtype` is that of everything else. `lora` and `pictures` are arguments of `vllm.LLM` for an adapter next
     to the layers, and for pictures. On a GPU `numerics="engine"` gives a slower engine with arithmetic that a learner
     can repeat ([`trl_qarl.bitwise.cuda`]); on a CPU this holds for every engine. With `is_export` weights and scheme
-    are read from the directory instead of being sent.
+    are read from the directory instead of being sent. `fields` are added to its configuration ([`added_fields`]).
     """
 
     model: str
@@ -27,6 +28,7 @@ class EngineSpec:
     pictures: Mapping[str, Any] = field(default_factory=dict)
     numerics: str = "fast"
     is_export: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model, dtype) -> "EngineSpec":
@@ -45,6 +47,7 @@ class EngineSpec:
             lora_arguments(model),
             engine_arguments(model),
             "engine" if model.device.type == "cuda" and has_engine_numerics(model) else "fast",
+            fields=added_fields(model),
         )
 
     def arguments(self, on_cpu: bool, gpu: Gpu | None = None) -> dict[str, Any]:
@@ -62,8 +65,9 @@ class EngineSpec:
         }
         if not self.is_export:
             arguments["load_format"] = "dummy"
-            if self.quantization_config:
-                arguments["hf_overrides"] = {"quantization_config": self.quantization_config}
+            scheme = {"quantization_config": self.quantization_config} if self.quantization_config else {}
+            if overrides := scheme | dict(self.fields):
+                arguments["hf_overrides"] = overrides
         if on_cpu:
             # Compiling takes minutes there, and a compiled graph would not call the learner's kernels.
             arguments["enforce_eager"] = True
@@ -73,3 +77,11 @@ class EngineSpec:
 
             arguments |= cuda.ENGINE_ARGUMENTS
         return arguments
+
+
+def added_fields(model: Any) -> dict[str, Any]:
+    """Return what vLLM's class reads of a configuration, and transformers' does not have."""
+    from ..quantization.names import architecture, has_tower
+
+    fields = fields_for_vllm(architecture(model), model.config.get_text_config())
+    return {"text_config": fields} if fields and has_tower(model) else fields

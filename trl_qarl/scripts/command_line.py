@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.record import problems_of_json
 from ..checks.names import is_no_folder, misspelled
 from ..checks.problems import raise_problems
 from ..packages import installed
@@ -23,10 +25,13 @@ EXIT_PUSH_FAILED = 3
 
 @contextmanager
 def configuration_errors() -> Iterator[None]:
-    """Turn a `ValueError`, `OSError` or `NotImplementedError` into its message on stderr and exit code 2. Use it only
-    around code that reads a configuration, so that unexpected errors elsewhere keep their traceback."""
+    """Turn a `ValueError`, `OSError` or `NotImplementedError` into its message on stderr and exit code 2, and Ctrl-C
+    into exit code 130. Use it only around code that reads a configuration, so that unexpected errors elsewhere keep
+    their traceback."""
     try:
         yield
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
     except BrokenPipeError:
         # The reader of the output has gone; `trl_qarl.cli` handles this.
         raise
@@ -39,9 +44,10 @@ def configuration_errors() -> Iterator[None]:
 
 
 def check_folder(model: str) -> None:
-    """Raise `ValueError` for a path without a folder."""
+    """Raise `ValueError` for a path without a folder, or for a folder with damaged files of a tokenizer."""
     if is_no_folder(model):
         raise ValueError(f"{model} is not a folder.")
+    raise_problems(problems_of_json(model))
 
 
 def describe_export(folder: str | Path) -> str:

@@ -65,8 +65,6 @@ def main(args: Namespace) -> int:
     from ..checkpoint.export import check_export_dir, export_checkpoint
     from ..checkpoint.gguf import GGUF_FILE, read_base
     from ..checkpoint.load import is_low_bit_checkpoint
-    from ..checks.content import problems_of_json
-    from ..checks.problems import raise_problems
 
     hub_kwargs = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     with configuration_errors():
@@ -78,7 +76,6 @@ def main(args: Namespace) -> int:
                 f"{args.model_name_or_path} is a low-bit checkpoint already. Name the folder of the masters."
             )
         check_export_dir(args.output_dir)
-        raise_problems(problems_of_json(args.model_name_or_path))
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         model, report, settings = _policy_of_masters(args, hub_kwargs)
         shown = ("loss_type", "quantize_learner", "group_size", "exclude_modules")
@@ -192,8 +189,8 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
     if metrics.is_file():
         for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             # A run that was killed, or met a full disk, may have left half a line.
-            with suppress(ValueError):
-                rows.append(json.loads(line))
+            with suppress(ValueError, TypeError):
+                rows.append(dict(json.loads(line)))
     elif state.is_file():
         with suppress(ValueError):
             rows = json.loads(state.read_text(encoding="utf-8"))["log_history"]

@@ -129,8 +129,12 @@ def read_options(
     known = known_options(parser, launch_parser)
     words, of_file = _read_file(argv)
     unknown: dict[str, Any] = {name.replace("-", "_"): value for name, value in unknown_options(words, known).items()}
+    problems = []
+    if "config" in of_file:
+        # The launcher would take it for its own file.
+        problems.append(f"config={of_file.pop('config')!r}: one YAML file does not read another. Copy its options.")
     unknown |= {name: value for name, value in of_file.items() if f"--{name}" not in known}
-    problems = [*problems_of_names(unknown, {name[2:].replace("-", "_") for name in known})]
+    problems += problems_of_names(unknown, {name[2:].replace("-", "_") for name in known})
     for name in RENAMED.keys() & unknown.keys():
         # The value is checked like one under the new name.
         of_file.setdefault(RENAMED[name], unknown[name])
@@ -195,10 +199,16 @@ def _read_file(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
-    except yaml.YAMLError as error:
-        raise ValueError(error) from error
+            file.seek(0)
+            node = yaml.compose(file)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config={path!r} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config={path!r} must contain a YAML mapping.")
+    names = [key.value for key, _ in node.value]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        # YAML takes the last one.
+        raise ValueError(f"--config={path!r} has {twice} more than once. Keep one of each.")
     environment = content.pop("env", {})
     if not isinstance(environment, dict):
         raise ValueError(f"`env` in --config={path!r} must be a mapping.")
@@ -512,7 +522,7 @@ def _read_inputs(
     elif not only_local or (script_args.dataset_name and Path(script_args.dataset_name).exists()):
         try:
             dataset = _load_dataset(script_args, mixture)
-        except (ValueError, OSError, DatasetsError) as error:
+        except (ValueError, OSError, RuntimeError, DatasetsError) as error:
             problems.append(_describe(error, script_args.dataset_name))
     for place, option in enumerate(("dataset_train_split", "dataset_test_split")):
         if dataset is not None and (place == 0 or evaluates(config)):
@@ -555,15 +565,13 @@ def _split(dataset, script_args, option: str):
     return dataset[name]
 
 
-if __name__ == "__main__":
-    exit_on_signals()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        # SIGKILL, because a rank may be waiting for another one that has ended.
-        end_with_parent(signal.SIGKILL)
+def run(argv: list[str]) -> None:
+    """Train with the options `argv` of a launched process. A wrong one ends it with exit code 2, and a signal, as that
+    of Ctrl-C, with 128 plus its number."""
     with configuration_errors():
         from accelerate.commands.launch import launch_command_parser
 
-        parsed, _, unused = read_options(sys.argv[1:], make_parser(), launch_command_parser())
+        parsed, _, unused = read_options(argv, make_parser(), launch_command_parser())
         if unused:
             raise ValueError(f"{' '.join(unused)} is for `accelerate launch`. Give it before `--module`.")
     try:
@@ -575,3 +583,11 @@ if __name__ == "__main__":
             print(f"trl-qarl: interrupted. {how_to_resume(parsed[1].output_dir)}", file=sys.stderr)
         # Set the exit code here: Python's own is lost if a library, such as torch, runs code at exit.
         sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else error.code)
+
+
+if __name__ == "__main__":
+    exit_on_signals()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # SIGKILL, because a rank may be waiting for another one that has ended.
+        end_with_parent(signal.SIGKILL)
+    run(sys.argv[1:])

@@ -4,8 +4,10 @@ import os
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
 from typing import Any
 
+from ..checkpoint.record import has_tokenizer
 from ..engines.server_command import LOCAL_HOSTS, build_server_command, context_length, tensor_parallel_size
 from ..quantization.plan import plan_of
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
@@ -82,10 +84,17 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         from ..checks.architectures import problem_of_context
         from ..doctor.memory import shapes_of
         from ..engines.pictures import engine_arguments
-        from ..engines.spec import EngineSpec
+        from ..engines.spec import EngineSpec, added_fields
         from ..sync.publisher import check_ranks, largest_chunk
 
         model = shapes_of(args.model, args.trust_remote_code, "--model")
+        own = {word.partition("=")[0].replace("_", "-") for word in vllm_args} & {
+            "--tokenizer",
+            "--skip-tokenizer-init",
+        }
+        needs_one = Path(args.model).is_dir() and not own and not args.print_command
+        if needs_one and not has_tokenizer(args.model):
+            raise ValueError(f"{args.model} has no tokenizer. Save it there with `tokenizer.save_pretrained`.")
         if problem := problem_of_context(model, "--max-model-len", context_length(vllm_args)):
             raise ValueError(problem)
         chunk = largest_chunk(model, getattr(torch, args.dtype))
@@ -95,9 +104,9 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             head = model.get_output_embeddings()
             linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
             lora = arguments_for(args.max_lora_rank, sorted({name.rpartition(".")[2] for name in linears}))
-        spec = EngineSpec(
-            args.model, _quantization_config(args, model), args.dtype, lora, pictures, numerics=args.numerics
-        )
+        quantization = _quantization_config(args, model)
+        options = {"numerics": args.numerics, "fields": added_fields(model)}
+        spec = EngineSpec(args.model, quantization, args.dtype, lora, pictures, **options)
         check_ranks(model, spec.quantization_config, tensor_parallel_size(vllm_args))
         argv, environment = build_server_command(
             spec,

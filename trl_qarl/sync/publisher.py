@@ -7,6 +7,7 @@ layers, and sends the rest in chunks of bounded size. The engine then compares i
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,7 @@ from ..wire.describe import (
     describe_tokenizer,
     differences,
     rotation_differences,
+    window_differences,
 )
 from ..wire.fingerprint import fingerprints as fingerprints_of
 from ..wire.protocol import is_adapter_tensor, load_order
@@ -93,6 +95,8 @@ class Publisher:
             problems += differences("model.", ours, theirs.get("model") or {})
             rotations = [(factor, angles[angles != 0].tolist()) for factor, angles in inventory.rotary_embeddings]
             problems += rotation_differences(rotations, theirs.get("rotations") or [])
+            context = theirs.get("max_model_len", math.inf)
+            problems += window_differences(config.get_text_config(), theirs.get("windows") or [], context)
             image_processor = getattr(self.processing_class, "image_processor", None)
             ours, engine = (
                 describe_pictures(config, image_processor, PICTURE_OPTIONS),

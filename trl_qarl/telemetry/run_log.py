@@ -43,10 +43,13 @@ class RunLog(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
+        path = self.folder / METRICS_FILE
         if state.global_step == 0:
-            path = self.folder / METRICS_FILE
             if path.exists() and not self._has_rows_before:
                 path.replace(path.with_suffix(f".previous{path.suffix}"))
+        elif path.exists() and not (rows := path.read_bytes()).endswith(b"\n"):
+            # The run was killed while it wrote a row, to which the next one would be appended.
+            path.write_bytes(rows[: rows.rfind(b"\n") + 1])
         self._has_begun, self._has_rows_before = True, False
         self.folder.mkdir(parents=True, exist_ok=True)
         record = json.dumps(self._describe(state.max_steps), indent=2, default=str)

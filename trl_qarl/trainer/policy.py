@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import broadcast_object_list, patch_environment
 from safetensors import SafetensorError
 from torch import nn
+from transformers import AutoConfig
 
 from ..adapters.base import assign_base, base_fingerprint, keep_adapter_precise, load_policy, swap_base
 from ..adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
@@ -21,6 +22,7 @@ from ..bitwise.exact import Exactness, check_arithmetic
 from ..bitwise.rows import reason_to_pad
 from ..checkpoint.export import export_checkpoint, keep_generation_config
 from ..checkpoint.files import damaged_file
+from ..checkpoint.load import keep_masters_precise, skeleton
 from ..checkpoint.record import check_record, scheme_record
 from ..checks.adapter import problems_of_adapted_model
 from ..checks.architectures import problem_of_architecture, problems_with_vllm
@@ -42,7 +44,7 @@ from ..checks.problems import raise_problems
 from ..objectives.registry import get_objective
 from ..quantization.fixed_scales import fixed_scales, scales_fingerprint
 from ..quantization.inventory import Inventory
-from ..quantization.names import base_model, is_peft_model
+from ..quantization.names import architecture, base_model, is_peft_model
 from ..quantization.precisions import set_precision
 from ..quantization.schemes import QuantScheme
 from ..quantization.storage import is_sharded, refresh
@@ -114,11 +116,15 @@ class Policy:
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
         """Load a model like TRL's `create_model_from_path`, which takes no adapter's folder and no low-bit base: first
-        the policy, then its reference."""
+        the policy, then its reference. `ValueError` is raised before if a vLLM in this process has no implementation
+        of the policy's class."""
+        is_reference = hasattr(self, "model")
+        if self._is_colocated and not is_reference:
+            raise_problems(self._problems_before_loading(name_or_path, model_init_kwargs))
         try:
             # TRL gives a reference to none of the processes that do not load it (1.16).
             by_all = patch_environment(fsdp_cpu_ram_efficient_loading="false")
-            with by_all if hasattr(self, "model") else zeros_without_memory():
+            with by_all if is_reference else zeros_without_memory():
                 model = load_policy(name_or_path, self._peft_config, model_init_kwargs)
         except SafetensorError as error:
             raise ValueError(
@@ -134,6 +140,24 @@ class Policy:
             self._adapter_folder = name_or_path
             self._loaded_adapter = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         return model
+
+    @property
+    def _is_colocated(self) -> bool:
+        return self.args.use_vllm and self.args.vllm_mode == "colocate"
+
+    def _problems_before_loading(self, name_or_path: str, model_init_kwargs: Mapping[str, Any]) -> list[str]:
+        options = {"trust_remote_code": bool(model_init_kwargs.get("trust_remote_code"))}
+        try:
+            revision = model_init_kwargs.get("revision") or "main"
+            config = AutoConfig.from_pretrained(name_or_path, revision=revision, **options)
+            model = skeleton(config, **options)
+        except Exception:
+            # An adapter's folder, or a reason that loading gives.
+            return []
+        if architecture(model) not in (config.architectures or ()):
+            return []
+        runs_beside = self._peft_config is not None and self.args.lora_mode == "adapter"
+        return [f"use_vllm=True: {each}" for each in filter(None, [problem_of_architecture(model, runs_beside)])]
 
     def prepare(self, model: Any, sharded_by: str | None = None) -> None:
         """
@@ -152,6 +176,8 @@ class Policy:
         switch_off_dropout(model, args)
         correct_model(base_model(model), args.use_vllm)
         keep_generation_config(base_model(model))
+        # It may have been loaded by the user.
+        keep_masters_precise(base_model(model))
         self.dtype = self._engine_dtype(model)
         schemes, reasons = judged.schemes, judged.reasons
         if self.has_adapter:
@@ -213,7 +239,7 @@ class Policy:
             # Its own dtype is not known before it is loaded.
             known = dtype if is_loaded or args.bf16 or args.fp16 else None
             with_vllm = [*problems_with_vllm(base, known, args.use_cpu, schemes)]
-            if is_placed and args.vllm_mode == "colocate":
+            if is_placed and self._is_colocated:
                 # Loads vLLM.
                 runs_beside = has_adapter and args.lora_mode == "adapter"
                 with_vllm += filter(None, [problem_of_architecture(base, runs_beside)])

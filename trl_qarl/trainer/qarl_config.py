@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,17 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         except ValueError as error:
             yield str(error)
             self.scheme = type(self).scheme
-        # The others may be the name of a file.
-        for name in (name for name in self._VALID_DICT_FIELDS if name.endswith("_kwargs")):
+        if isinstance(self.parallelism_config, dict | str):
+            yield f"parallelism_config={self.parallelism_config!r} has options of the launch. Give them there (`accelerate launch --config_file`)."
+            self.parallelism_config = None
+        for name in self._VALID_DICT_FIELDS:
+            if not name.endswith("_kwargs"):
+                # It may be the name of a file, and `open` takes a number for a file that is open.
+                if isinstance(value := getattr(self, name), Real | list):
+                    setattr(self, name, None)
+                    if value is not False:
+                        yield f"{name}={value!r} is of type {type(value).__name__}. Give a dictionary, or the name of a JSON file."
+                continue
             try:
                 value = as_dict(self, name)
             except ValueError as error:

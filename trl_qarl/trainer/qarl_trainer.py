@@ -449,14 +449,18 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         # A text names one of the trainer's datasets.
         if self.environment_factories is None and not isinstance(dataset, str):
             given = [getattr(function, "__wrapped__", function) for function in self.reward_funcs]
-            raise_problems(problems_of_evaluation(dataset, given))
+            raise_problems(problems_of_evaluation(dataset, given if self.rollout_func is None else []))
         if sharded_by(self.accelerator) in ("FSDP2", "DeepSpeed") and not self._is_prepared:
             raise RuntimeError(f"An evaluation before the training: {_PREPARED_ONCE}")
         self.set_precision(None)
         device = self.accelerator.device
         devices = [] if device.type == "cpu" else [device]
+        is_training, logs = self.model.training, self.control.should_log
         with torch.random.fork_rng(devices, enabled=self.is_in_train, device_type=device.type):
             metrics = super().evaluate(*args, **kwargs)
+        # A callback may evaluate before the row of an update is logged.
+        self.model.train(is_training)
+        self.control.should_log = logs
         if not isinstance(dataset, dict) and not any(name.endswith("_loss") for name in metrics):
             # Only its rows tell how many a stream has.
             logger.warning("The evaluation had no rows: nothing was evaluated.")

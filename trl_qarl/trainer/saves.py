@@ -322,6 +322,17 @@ class SavesRuns(PushesPolicy):
                 "checkpoint as the model, without `resume_from_checkpoint`."
             )
             logger.warning(message, checkpoint, "; ".join(unused))
+        states = Path(checkpoint or "", RESUME_FILE)
+        if (
+            checkpoint
+            and states.is_file()
+            and "optim" not in record.read_json(states)
+            and self.is_world_process_zero()
+        ):
+            logger.warning(
+                "%s was saved with save_only_model=True, without states: the optimizer and its schedule begin anew.",
+                checkpoint,
+            )
         name, device = _BATCH_FILE.format(rank=self.accelerator.process_index), self.accelerator.device
         # A process that was added finds no file. The others find another `num_processes` and start a new batch too.
         if checkpoint is None or (batch := _load(checkpoint, name, device)) is None:

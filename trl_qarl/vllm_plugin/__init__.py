@@ -31,6 +31,7 @@ _CORRECTED_MODELS = {
     "GPTNeoXForCausalLM": "GPTNeoXForCausalLM",
     "Gemma3nForCausalLM": "Gemma3nForCausalLM",
     "Glm4MoeLiteForCausalLM": "Glm4MoeLiteForCausalLM",
+    "GraniteMoeHybridForCausalLM": "GraniteMoeHybridForCausalLM",
     "JambaForCausalLM": "JambaForCausalLM",
     "LagunaForCausalLM": "LagunaForCausalLM",
     "Llama4ForCausalLM": "Llama4ForCausalLM",
@@ -40,6 +41,7 @@ _CORRECTED_MODELS = {
     # transformers' name, and that of releases.
     "PhimoeForCausalLM": "PhimoeForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
+    "Qwen3MoeForCausalLM": "Qwen3MoeForCausalLM",
     "Zamba2ForCausalLM": "Zamba2ForCausalLM",
 }
 """Classes of [`trl_qarl.vllm_plugin.corrected_models`], by the architectures that they run."""

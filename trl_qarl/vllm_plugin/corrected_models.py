@@ -29,6 +29,7 @@ from vllm.model_executor.models import (
     minicpm3,
     olmo_hybrid,
     phimoe,
+    qwen3_moe,
     zamba2,
 )
 from vllm.model_executor.models.interfaces import SupportsLoRA
@@ -40,7 +41,9 @@ from ..replacing import replaced
 
 
 BloomForCausalLM, GPTNeoXForCausalLM = bloom.BloomForCausalLM, gpt_neox.GPTNeoXForCausalLM
+GraniteMoeHybridForCausalLM = granitemoehybrid.GraniteMoeHybridForCausalLM
 JambaForCausalLM, OlmoHybridForCausalLM = jamba.JambaForCausalLM, olmo_hybrid.OlmoHybridForCausalLM
+Qwen3MoeForCausalLM = qwen3_moe.Qwen3MoeForCausalLM
 LagunaForCausalLM, MiniCPM3ForCausalLM = laguna.LagunaForCausalLM, minicpm3.MiniCPM3ForCausalLM
 
 
@@ -252,6 +255,22 @@ def _with_name(init: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def _with_one_shape(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate Granite 4's loader, which raises for a tensor of experts that are complete: vLLM counts the shapes of
+    an expert's first two matrices, for which it has one place, twice."""
+
+    @wraps(load)
+    def load_weights(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        return load(model, ((name, tensor) for name, tensor in weights if not name.endswith("up_proj.weight_shape")))
+
+    return load_weights
+
+
+granitemoehybrid.GraniteMoeHybridModel.load_weights = _with_one_shape(
+    granitemoehybrid.GraniteMoeHybridModel.load_weights
+)
+# vLLM adds it when the scheme of a checkpoint is known already, and only for `mlp_only_layers`.
+Qwen3MoeForCausalLM.packed_modules_mapping["gate_up_proj"] = ["gate_proj", "up_proj"]
 minicpm3.MiniCPM3Attention.__init__ = _with_name(minicpm3.MiniCPM3Attention.__init__)
 laguna.LagunaModel.load_weights = _with_bias_of_router(laguna.LagunaModel.load_weights)
 for _model in (bloom.BloomModel, gpt_neox.GPTNeoXModel):

@@ -1,11 +1,11 @@
 """Names, fingerprints and kernels of the layers of a model in vLLM."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -13,6 +13,7 @@ from vllm.model_executor.models.bloom import BloomAttention
 from vllm.model_executor.models.falcon import FalconAttention
 from vllm.model_executor.models.gpt_neox import GPTNeoXAttention
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.model_executor.models.llama4 import Llama4Attention
 from vllm.model_executor.models.utils import WeightsMapper
 
@@ -159,6 +160,17 @@ def engine_name(mappers: Sequence[tuple[str, WeightsMapper]], name: str) -> str:
     return name
 
 
+def is_unused(model: nn.Module, owned: Set[str], name: str) -> bool:
+    """Return whether a tensor, by [`engine_name`], that is not among those of an engine is of a tower: vLLM makes
+    neither layers after the one whose output is read (`vision_feature_layer` of LLaVA) nor their norm."""
+    if not supports_multimodal(model):
+        return False
+    inside = model.get_language_model()
+    prefix = next((f"{prefix}." for prefix, module in model.named_modules() if module is inside), "")
+    towers = {each.partition(".")[0] for each in owned if not each.startswith(prefix)}
+    return not name.startswith(prefix) and name.partition(".")[0] in towers
+
+
 def names_by_module(owned: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Return the names of [`owned_names`] that fill each module."""
     modules: dict[str, list[str]] = {}
@@ -187,6 +199,11 @@ def rotations(model: nn.Module) -> list[Rotation]:
             angles = [angle for angle in torch.atan2(sines, cosines).tolist() if angle]
             found[id(table)] = table[0, 0].item(), angles
     return list(found.values())
+
+
+def windows(model: nn.Module) -> list[int]:
+    """Return the sliding windows of the attention layers of a model, each once, 0 for layers without one."""
+    return sorted({layer.sliding_window or 0 for layer in model.modules() if isinstance(layer, Attention)})
 
 
 def kernels_in_use(model: nn.Module) -> dict[str, int]:

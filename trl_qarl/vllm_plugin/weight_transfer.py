@@ -57,6 +57,7 @@ from .engine_tensors import (
     drop_unused_norms,
     engine_name,
     first_names,
+    is_unused,
     live_fingerprints,
     mappers_of_names,
     mark_rows_by_heads,
@@ -315,6 +316,7 @@ class AuditedReload:
             for names in (owned - mapped.keys(), mapped.keys() - owned)
         )
         problems += [f"{name}: the learner sent nothing for it" for name in missing][:5]
+        unknown = [name for name in unknown if not is_unused(self.model, owned, name)]
         problems += [f"{mapped[name]}: the engine has no such parameter" for name in unknown][:5]
         problems += [
             f"{name}: dummy loading has filled this buffer with noise, and the learner sent nothing for it"

@@ -19,7 +19,7 @@ from .._version import __version__
 from ..bitwise import cuda
 from ..bitwise.low_bit import describe_arithmetic
 from ..wire.describe import PICTURE_OPTIONS, describe_model, describe_pictures, describe_tokenizer
-from .engine_tensors import kernels_in_use
+from .engine_tensors import kernels_in_use, windows
 from .lora import describe_lora, serve_adapter
 
 
@@ -105,6 +105,7 @@ class WorkerExtension:
             "kernels": kernels_in_use(self.model_runner.model),
             "model": describe_model(hf_config),
             "rotations": self.weight_transfer_engine.rotations,
+            "windows": windows(self.model_runner.model),
             "pictures": self._describe_pictures(),
             "tokenizer": None if tokenizer is None else describe_tokenizer(tokenizer),
             "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
@@ -137,7 +138,11 @@ class WorkerExtension:
         options = {
             name: getattr(config.multimodal_config, name, None) or value for name, value in PICTURE_OPTIONS.items()
         }
-        processor = cached_processor_from_config(config)
+        try:
+            processor = cached_processor_from_config(config)
+        except TypeError:
+            # vLLM makes it with further arguments (InternVL). Pictures of such classes are refused.
+            processor = None
         return describe_pictures(config.hf_config, getattr(processor, "image_processor", None), options)
 
     def _describe_arithmetic(self) -> dict[str, Any]:

@@ -137,7 +137,8 @@ def describe_model(config) -> dict[str, Any]:
     if kinds := settings.get("layer_types"):
         # transformers renames them in configurations that it does not know, such as vLLM's of LFM2's mixture.
         settings["layer_types"] = [_KINDS_OF_LAYERS.get(kind, kind) for kind in kinds]
-    return json.loads(json.dumps(settings, default=str))
+    # Servers refuse to answer with infinity, which is a limit of step sizes in state-space models.
+    return json.loads(json.dumps(settings, default=str), parse_constant=str)
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
@@ -173,6 +174,18 @@ def _describe(rotations: Iterable[Rotation]) -> str:
         f"{len(angles)} pairs with angles of {max(angles, default=0):.4g} to {min(angles, default=0):.4g} and factor {factor:.4g}"
         for factor, angles in rotations
     )
+
+
+def window_differences(config: Any, theirs: Sequence[int], context: int) -> list[str]:
+    """Return how the sliding windows of an engine's layers, 0 for those without one, differ from those of a text model
+    with this configuration in sequences of this length; none if one of the sides does not tell its layers."""
+    kinds = {*(getattr(config, "layer_types", None) or ())} & {"full_attention", "sliding_attention"}
+    window = getattr(config, "sliding_window", None) or 0
+    ours = {window if kind == "sliding_attention" else 0 for kind in kinds}
+    ours, engines = ({each if each < context else 0 for each in side} for side in (ours, theirs))
+    if not (ours and engines) or ours == engines:
+        return []
+    return [f"sliding windows of layers (0 is none): the learner has {sorted(ours)}, the engine {sorted(engines)}"]
 
 
 def describe_pictures(config, image_processor: Any, engine: Mapping[str, Any]) -> dict[str, Any]:

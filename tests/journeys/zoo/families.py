@@ -3,6 +3,7 @@
 from typing import Any
 
 from testing_utils.pictures import KINDS, KINDS_OF_TEXT
+from testing_utils.towers import TOWERS
 
 
 SIZES: dict[str, Any] = {
@@ -46,6 +47,7 @@ _GROUPS = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_gro
 FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
+    "bitnet": {},
     "cwm": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "bloom": {"hidden_size": 128, "n_head": 4, "n_layer": 2, "tie_word_embeddings": True},
     "cohere": {"tie_word_embeddings": True},
@@ -127,7 +129,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
     "persimmon": {"num_key_value_heads": 2},
-    "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "intermediate_size": 512},
+    "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 2},
     "phi3": {"sliding_window": None},
     "phi3 long": {
         "sliding_window": None,
@@ -191,13 +193,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {
         "tie_word_embeddings": True,
-        "conv_dim": 128,
-        "block_dim": 128,
-        "block_ff_dim": 256,
-        "block_ffn_dim_multiplier": 1.0,
         "layer_types": ["conv", "full_attention"],
         "block_auto_adjust_ff_dim": False,
-        "block_multiple_of": 128,
     },
     "mamba": {"state_size": 16, "time_step_rank": 8},
     "mamba2": {**_MAMBA},
@@ -255,11 +252,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "mup_enabled": True,
         "route_scale": 1.5,
-        # Those that releases have for vLLM.
-        "n_group": 1,
-        "route_norm": True,
-        "score_func": "sigmoid",
-        "topk_group": 1,
     },
     "cohere2_moe": {
         **_EIGHT,
@@ -275,7 +267,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_EIGHT,
         "num_shared_experts": 1,
         "sliding_window": 16,
-        "sliding_windows": [16, None],
         "layer_types": ["sliding_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse"],
     },
@@ -286,7 +277,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "hy_v3": {**_EIGHT, "num_shared_experts": 1, "expert_hidden_dim": 64},
+    "hy_v3": {**_EIGHT, "num_shared_experts": 1},
     "laguna": {
         **_EIGHT,
         "shared_expert_intermediate_size": 64,
@@ -315,19 +306,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         },
-        # Those that releases have for vLLM.
-        "hybrid_layer_pattern": [0, 1],
-        "moe_layer_freq": [0, 1],
-        "layernorm_epsilon": 1e-5,
-        "rope_theta": 5e6,
-        "partial_rotary_factor": 0.5,
-        "sliding_window_size": 16,
-        "swa_rope_theta": 1e4,
-        "swa_head_dim": 64,
-        "swa_v_head_dim": 64,
-        "swa_num_attention_heads": 2,
-        "swa_num_key_value_heads": 2,
-        "add_swa_attention_sink_bias": True,
     },
     "solar_open": {**_EXPERTS, "n_routed_experts": 8},
     "deepseek_v2": {
@@ -344,8 +322,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_LATENT,
         **_GROUPS,
         "n_group": 2,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
         "rope_parameters": _YARN,
         "head_dim": 32,
         "num_key_value_heads": 2,
@@ -371,10 +347,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
     },
     "glm4_moe": {**_EXPERTS, **_GROUPS, "partial_rotary_factor": 0.5},
-    "glm4_moe_lite": {**_EXPERTS, **_LATENT, **_GROUPS, "head_dim": 32, "num_key_value_heads": 2},
+    "glm4_moe_lite": {
+        **_EXPERTS,
+        **_LATENT,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+    },
     "gpt_oss": {**_EIGHT_LOCAL, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss mxfp4a16": {**_EIGHT_LOCAL, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "granitemoe": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "embedding_multiplier": 2.0, "logits_scaling": 2.0},
+    "granitemoehybrid moe": {
+        **_EIGHT_LOCAL,
+        "mamba_n_heads": 32,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "layer_types": ["mamba", "attention"],
+        "mamba_chunk_size": 16,
+        "router_aux_loss_coef": 0.0,
+        "shared_intermediate_size": 64,
+    },
     "granitemoeshared": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "shared_intermediate_size": 64},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "num_experts_per_tok": 2, "intermediate_size": 64},
     "jetmoe": {**_EIGHT_LOCAL, "kv_channels": 64},
@@ -394,12 +388,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "floor_scale": 16,
     },
     "minimax": {**_EIGHT_LOCAL, "layer_types": ["linear_attention", "full_attention"], "block_size": 16},
-    "minimax_m2": {
-        **_EIGHT_LOCAL,
-        "router_aux_loss_coef": 0.0,
-        "scoring_func": "sigmoid",
-        "use_routing_bias": True,
-        "rotary_dim": 64,
+    "minimax_m2": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0},
+    "mistral4": {
+        **_EXPERTS,
+        **_LATENT,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 2,
     },
     "mixtral": {**_EIGHT_LOCAL, "sliding_window": None},
     "nemotron_h moe": {
@@ -417,13 +413,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phimoe": {**_EIGHT_LOCAL, "attention_bias": True, "lm_head_bias": True, "router_aux_loss_coef": 0.0},
     "qwen2_moe": {**_EIGHT, "shared_expert_intermediate_size": 64},
     "qwen3_moe": {**_EIGHT},
+    "qwen3_moe dense": {**_EIGHT, "mlp_only_layers": [0]},
     "qwen3_5_moe_text": {**_QWEN_LINEAR, **_EIGHT, "head_dim": 128, "shared_expert_intermediate_size": 64},
     "qwen3_next": {**_QWEN_LINEAR, **_EIGHT, "head_dim": 128, "shared_expert_intermediate_size": 64},
 }
 
-WITH_TOWER = (*KINDS, *KINDS_OF_TEXT)
+WITH_TOWER = (*KINDS, *KINDS_OF_TEXT, *TOWERS)
 """Classes with a tower, which are trained on text; their configurations and processors are those of
-`testing_utils.pictures`."""
+`testing_utils.pictures` and `testing_utils.towers`."""
 FAMILIES |= {kind: {} for kind in WITH_TOWER}
 
 SCHEMES = {"gpt_oss mxfp4a16": "mxfp4a16"}
@@ -434,7 +431,7 @@ SCHEMES = {"gpt_oss mxfp4a16": "mxfp4a16"}
 IN_BFLOAT16 = {"apertus", "qwen3_5", "qwen3_5_text"}
 
 # Their configuration computes it from the other sizes.
-WITHOUT_HEAD_DIM = {"falcon", "zamba2"}
+WITHOUT_HEAD_DIM = {"falcon", "glm4_moe", "zamba2"}
 
 REFUSED: dict[str, str] = {
     "kimi_linear": "checkpoints hold the matrices of experts in another form",
@@ -443,13 +440,15 @@ REFUSED: dict[str, str] = {
     "gpt2": "Its `Conv1D` is no linear layer",
     "jetmoe": "interface for the computation of experts",
     "minimax": "only if all its layers attend",
+    "youtu": "sets the embedding of the padding token to 0",
 }
 """Parts of the refusals of families that do not train with vLLM on a CPU."""
 
 _MIXTURES = [
     family
     for family, fields in FAMILIES.items()
-    if fields.keys() & {"moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts"}
+    if family == "glm4v_moe"
+    or fields.keys() & {"moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts"}
 ]
 _SIZES = "supported sizes are multiples of 32"
 EXPORT_FAILS: dict[tuple[str, str], str] = {
@@ -463,7 +462,7 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     # Without a name it is no layer of a group of several.
     ("minicpm3", "vllm"): "q_a_proj.weight_packed",
     # On CPUs with bf16 instructions; on others its log-probs are wrong without this package's plugin.
-    ("lfm2", "vllm"): "support only width of 4",
+    **dict.fromkeys((("lfm2", "vllm"), ("lfm2_vl", "vllm")), "support only width of 4"),
     ("mamba2", "vllm"): _SIZES,
     ("nemotron_h moe", "vllm"): _SIZES,
     # vLLM 0.31 itself has no class of Bamba, gives no scheme to layers of Mamba 1, asks for Triton in OLMo's linear
@@ -477,9 +476,11 @@ EXPORT_FAILS: dict[tuple[str, str], str] = {
     # Their checkpoints in 16 bits stack experts, and transformers reads low-bit experts only one by one.
     ("gemma4_text moe", "transformers"): "random values",
     ("gpt_oss", "transformers"): "random values",
+    ("mistral4", "transformers"): "random values",
     ("llama4_text", "transformers"): "Quantization of module type",
     ("granitemoe", "transformers"): "random values",
     ("granitemoe_swa", "transformers"): "random values",
+    ("granitemoehybrid moe", "transformers"): "random values",
     ("granitemoeshared", "transformers"): "random values",
     ("qwen3_vl_moe", "transformers"): "random values",
 }
@@ -494,7 +495,9 @@ ADAPTED: dict[str, str] = {
     # PEFT refuses adapters of `out_proj` in these.
     **dict.fromkeys(("bamba", "falcon_h1", "jamba", "nemotron_h"), r".*\.(?!out_proj)\w+_proj"),
     **dict.fromkeys(("afmoe", "nemotron_h moe"), r".*\.[qkvo]_proj"),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_vl_moe"), r".*language_model.*(self_attn|linear_attn)\.\w*proj\w*"),
+    **dict.fromkeys(
+        ("glm4v_moe", "qwen3_5_moe", "qwen3_vl_moe"), r".*language_model.*(self_attn|linear_attn)\.\w*proj\w*"
+    ),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), r".*\.in_proj"),
 }
 """Layers that get an adapter, instead of all linear ones, which would include experts, routers or a tower."""
@@ -504,10 +507,9 @@ LORA_FAILS: dict[str, str] = {
         ("bloom", "cohere2_moe", "falcon", "gemma3n_text", "gpt_neox", "gptj", "mamba2", "mimo_v2_flash", "stablelm"),
         "takes no adapters",
     ),
+    **dict.fromkeys(("llava_onevision", "mistral4"), "takes no adapters"),
     "zamba2": "takes no adapters",
     "gpt_bigcode": "could not be wrapped",
-    # vLLM's backend for transformers' classes fuses other parts of latent attention than its own classes.
-    "youtu": "must match the existing size",
 }
 """Parts of the refusals of adapters next to low-bit layers, by family."""
 
@@ -516,15 +518,13 @@ LOOSE = {"nemotron_h": 1e-4, "nemotron_h moe": 1e-4, "zamba2": 2e-4}
 step sizes of Nemotron-H and Zamba 2."""
 
 NOTES: dict[str, str] = {
-    "exaone_moe": "`sliding_windows` in its config.json",
-    "qwen3_vl_moe": "`norm_topk_prob` in its config.json",
-    **dict.fromkeys(("afmoe", "mimo_v2_flash"), "vLLM's fields in its config.json"),
     **dict.fromkeys(("cohere2", "cohere2_moe"), "sequences within the window"),
     **dict.fromkeys(
         (
             "granitemoe",
             "granitemoe_swa",
             "granitemoehybrid",
+            "granitemoehybrid moe",
             "granitemoeshared",
             "jamba",
             "jamba moe",

@@ -14,6 +14,7 @@ from families import ADAPTED, FAMILIES, SCHEMES, SIZES, WITH_TOWER, WITHOUT_HEAD
 
 from testing_utils import make_problems, make_tiny_tokenizer, spread
 from testing_utils.pictures import make_picture_model, make_picture_processor
+from testing_utils.towers import TOWERS
 
 
 NUM_TEXTS, NUM_TOKENS = 4, 24
@@ -26,8 +27,14 @@ def make_model(family: str, folder: Path) -> None:
     forward that leaves one out."""
     import torch
 
+    from trl_qarl.checkpoint.load import auto_class
+
     torch.manual_seed(0)
-    if family in WITH_TOWER:
+    if family in TOWERS:
+        config, processor = TOWERS[family]()
+        config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, None, processor.tokenizer.eos_token_id
+        model = auto_class(config).from_config(config, dtype=torch.float32)
+    elif family in WITH_TOWER:
         model, processor = make_picture_model(family), make_picture_processor(family)
     else:
         model, processor = _make_text_model(family), make_tiny_tokenizer()
@@ -55,14 +62,16 @@ def make_model(family: str, folder: Path) -> None:
 
 def _make_text_model(family: str):
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from trl_qarl.checkpoint.load import auto_class
 
     fields = SIZES | FAMILIES[family]
     kind = family.partition(" ")[0]
     # Some configurations compute it, and have no setter.
     without = {"head_dim"} if kind in WITHOUT_HEAD_DIM else set()
     config = AutoConfig.for_model(kind, **{name: value for name, value in fields.items() if name not in without})
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return auto_class(config).from_config(config, dtype=torch.float32)
 
 
 def log_probs(trainer, rows):

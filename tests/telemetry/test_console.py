@@ -49,3 +49,9 @@ def test_advice_is_logged_by_the_main_process_alone(caplog):
                 advisor.on_log(None, state, None, logs={"mismatch/abs_logp_mean": 1.0})
     (record,) = caplog.records
     assert record.getMessage().startswith("Step 3: mismatch 1")
+
+
+@pytest.mark.parametrize(("rate", "is_stalled"), [(1e-12, True), (1e-2, False)])
+def test_a_training_that_changed_no_code_says_so(tiny_model, tmp_path, caplog, rate, is_stalled):
+    make_trainer(tiny_model, tmp_path, max_steps=3, learning_rate=rate).train()
+    assert ("No code of the low-bit policy has changed" in caplog.text) == is_stalled

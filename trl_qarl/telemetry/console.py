@@ -12,7 +12,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 from typing_extensions import override
 
-from .advisor import advise, assess
+from .advisor import STALLED_UPDATES, advise, assess
 
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,18 @@ class Advisor(TrainerCallback):
         findings, self._ongoing = advise(assess(self._rows, self.config), self._ongoing)
         for finding in findings:
             logger.warning("Step %d: %s", state.global_step, finding)
+
+    @override
+    def on_train_end(self, args, state, control, **kwargs):
+        flips = [row.get("quant/code_flip_rate", math.nan) for row in self._rows]
+        flips = [share for share in flips if share is not None and not math.isnan(share)]
+        # After more updates advice has said it.
+        if state.is_world_process_zero and 0 < len(flips) < STALLED_UPDATES and not any(flips):
+            logger.warning(
+                "No code of the low-bit policy has changed in this run, so its quantized layers are those with which it began. Raise "
+                "`learning_rate` (%s here), or train longer.",
+                self.config.get("learning_rate", "unknown"),
+            )
 
 
 def _clock(seconds: float) -> str:

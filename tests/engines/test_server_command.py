@@ -41,7 +41,7 @@ def test_the_command_holds_everything_a_trainer_needs():
         ("qwen3", {}),
     ],
 )
-def test_an_engine_gets_the_fields_that_transformers_does_not_have(kind, fields):
+def test_an_engine_gets_fields_that_transformers_lacks(kind, fields):
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "num_hidden_layers": 2}
     config = AutoConfig.for_model(kind)
     text = config.get_text_config()

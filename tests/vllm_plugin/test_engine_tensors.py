@@ -47,7 +47,7 @@ def test_the_copy_of_a_convolution_has_the_loaded_weight(is_packed):
     assert torch.equal(found, weight.view(4, 3))
 
 
-def test_tensors_of_a_tower_that_an_engine_does_not_have_are_unused():
+def test_tensors_of_a_tower_that_an_engine_lacks_are_unused():
     model = nn.ModuleDict({"vision_tower": nn.Module(), "language_model": nn.Module()})
     model.supports_multimodal, model.get_language_model = True, lambda: model["language_model"]
     owned = {f"{part}.layers.0.fc1.weight" for part in model}

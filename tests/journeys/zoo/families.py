@@ -22,6 +22,15 @@ SIZES: dict[str, Any] = {
 }
 
 _MAMBA = {"state_size": 16, "num_heads": 8, "head_dim": 32, "n_groups": 1, "chunk_size": 16, "expand": 2}
+_GRANITE_HYBRID = {
+    "mamba_n_heads": 32,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "layer_types": ["mamba", "attention"],
+    "mamba_chunk_size": 16,
+    "router_aux_loss_coef": 0.0,
+}
 _QWEN_LINEAR = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -169,14 +178,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "falcon_mamba": {"state_size": 16, "time_step_rank": 8},
     "granitemoehybrid": {
-        "mamba_n_heads": 32,
-        "mamba_d_head": 8,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 16,
-        "layer_types": ["mamba", "attention"],
-        "mamba_chunk_size": 16,
+        **_GRANITE_HYBRID,
         "num_local_experts": 0,
-        "router_aux_loss_coef": 0.0,
         "num_experts_per_tok": 0,
         "shared_intermediate_size": 256,
         "position_embedding_type": "rope",
@@ -358,17 +361,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_EIGHT_LOCAL, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss mxfp4a16": {**_EIGHT_LOCAL, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "granitemoe": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "embedding_multiplier": 2.0, "logits_scaling": 2.0},
-    "granitemoehybrid moe": {
-        **_EIGHT_LOCAL,
-        "mamba_n_heads": 32,
-        "mamba_d_head": 8,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 16,
-        "layer_types": ["mamba", "attention"],
-        "mamba_chunk_size": 16,
-        "router_aux_loss_coef": 0.0,
-        "shared_intermediate_size": 64,
-    },
+    "granitemoehybrid moe": {**_EIGHT_LOCAL, **_GRANITE_HYBRID, "shared_intermediate_size": 64},
     "granitemoeshared": {**_EIGHT_LOCAL, "router_aux_loss_coef": 0.0, "shared_intermediate_size": 64},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "num_experts_per_tok": 2, "intermediate_size": 64},
     "jetmoe": {**_EIGHT_LOCAL, "kv_channels": 64},

@@ -57,7 +57,9 @@ REFUSED_WITH_VLLM = [
     ({"vllm_mode": "remote"}, "'remote'"),
     ({"generation_kwargs": {"logit_bias": {5: 9.0}}}, "logit_bias"),
     ({"generation_kwargs": {"thinking_token_budget": 5}}, "change vLLM's samples"),
-    ({"generation_kwargs": {"stop_token_ids": 5}}, "vllm.SamplingParams does not take them"),
+    pytest.param(
+        {"generation_kwargs": {"stop_token_ids": 5}}, "vllm.SamplingParams does not take them", marks=pytest.mark.vllm
+    ),
 ]
 
 

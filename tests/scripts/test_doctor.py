@@ -30,6 +30,7 @@ def test_a_model_is_judged_by_its_configuration(config_only, capsys):
     assert any("Qwen3ForCausalLM" in line for line in lines)
 
 
+@pytest.mark.vllm
 def test_a_low_bit_checkpoint_is_judged_by_its_layers(export, capsys):
     assert main(["doctor", export]) == 0
     assert "LlamaForCausalLM trains with vLLM" in capsys.readouterr().out
@@ -87,6 +88,7 @@ def test_a_mismatched_torchvision_is_named_with_the_fix(broken_torchvision, comm
     assert "torchvision::nms" in last
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
 def test_a_model_of_pictures_is_judged_by_its_language_model(kind, tmp_path, capsys):
     """Towers have sizes that no group divides, as Qwen2.5-VL's of 3420."""

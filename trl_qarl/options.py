@@ -23,6 +23,11 @@ MUONS = ("muon", "muon_8bit")
 """Names of `optim` that transformers does not know."""
 
 
+def optimizer_name(args: Any) -> str:
+    """Return `optim` as text: transformers replaces a name by a member of its enumeration."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
 def _one_of(name: str, default: str | None) -> Any:
     return field(default=default, metadata={"choices": list(CHOICES[name])})
 

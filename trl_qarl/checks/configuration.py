@@ -19,7 +19,7 @@ from transformers.training_args import trainer_log_levels
 from ..bitwise.availability import contradicting_options
 from ..engines.gpu_kernels import Gpu, reason_against
 from ..hub import problem_of_push
-from ..options import CHOICES, MUONS
+from ..options import CHOICES, MUONS, optimizer_name
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from .problems import quote_options
 from .refused import (
@@ -143,8 +143,7 @@ def check_optimizer(config) -> Iterator[str]:
             made([torch.nn.Parameter(torch.zeros(1))], **options)
     except Exception as error:
         if "model" not in str(error):
-            name = str(getattr(config.optim, "value", config.optim))
-            yield f"optim={name!r}, {quote_options(config, 'optim_args')} cannot be made: {error}"
+            yield f"optim={optimizer_name(config)!r}, {quote_options(config, 'optim_args')} cannot be made: {error}"
 
 
 def check_generation_kwargs(config) -> Iterator[str]:

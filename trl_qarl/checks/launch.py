@@ -27,19 +27,19 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from transformers import Trainer
 
 from ..checkpoint.load import SHARDS_FOLDER
-from ..options import MUONS
+from ..options import MUONS, optimizer_name
 from ..quantization.names import base_model, is_peft_model
 from ..sharding.zero3 import keep_float32_masters
 from .problems import raise_problems
+from .refused import REFUSED
 
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZERS_WITHOUT_SHARDS = {
+_WITHOUT_SHARDS = {
     "bitsandbytes": "its kernels take no sharded parameters. Use 'adamw_torch_8bit' or 'adamw_torch_4bit', which are torchao's",
     "Adafactor": "its factored moments mix sharded and whole tensors. Use 'adamw_torch_fused' or 'adamw_torch_8bit'",
-    "GaLore": "it projects gradients of whole matrices. Use 'adamw_torch_8bit'",
-    "APOLLO": "it projects gradients of whole matrices. Use 'adamw_torch_8bit'",
+    **dict.fromkeys(("GaLore", "APOLLO"), "it projects gradients of whole matrices. Use 'adamw_torch_8bit'"),
 }
 """Optimizers that fail on FSDP2's parameters, by package or kind, with reasons and alternatives."""
 
@@ -52,7 +52,7 @@ _PROCESSES_VARIABLE = "TRL_QARL_NUM_PROCESSES"
 _OTHER_LAUNCHES = "it is untested. Remove it, or launch with FSDP2 or DDP"
 
 _DEEPSPEED_STATES = "global_step*/*zero_pp_rank_*_optim_states.pt"
-LAUNCHES_BY_FILES = {
+_LAUNCHES_BY_FILES = {
     "global_step*/*zero_pp_rank_*_model_states.pt": "ZeRO-3",
     _DEEPSPEED_STATES: "ZeRO-1 or 2",
     "optimizer.bin": "FSDP2 and FULL_STATE_DICT",
@@ -95,7 +95,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The name in [`LAUNCHES_BY_FILES`]."""
+        """The name in [`_LAUNCHES_BY_FILES`]."""
         if self.fsdp is not None:
             return f"FSDP2 and {self.fsdp.state_dict_type.name}"
         if self.deepspeed is not None:
@@ -124,10 +124,8 @@ def problems_of_launch(launch: Launch, args: Any, has_adapter: bool, is_in_4bit:
     if launch.parallelism is not None:
         yield from _problems_of_parallelism(launch)
     if launch.dynamo != DynamoBackend.NO:
-        yield (
-            f"accelerate was launched with the dynamo backend {launch.dynamo.value!r}, but a compiled graph ends at every "
-            "quantized layer, which looks up its low-bit weight by the version of its master. Launch with `--dynamo_backend no`."
-        )
+        reason = REFUSED["torch_compile"].partition(";")[0]
+        yield f"accelerate was launched with the dynamo backend {launch.dynamo.value!r}: {reason}. Launch with `--dynamo_backend no`."
     # accelerate has DDP wrap the model of a process that a launcher for several has started, even a single one.
     if args.gradient_dtype == "bfloat16" and launch.fsdp is None and (launch.deepspeed or "LOCAL_RANK" in os.environ):
         yield (
@@ -209,12 +207,10 @@ def as_launched(args: Any) -> AbstractContextManager[None]:
     path = args.config_file or (default_config_file if os.path.isfile(default_config_file) and not args.cpu else None)
     if path is not None:
         try:
-            with open(path, encoding="utf-8") as opened:
-                content = yaml.safe_load(opened)
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"The accelerate configuration {path} cannot be read: {' '.join(str(error).split())}."
-            ) from error
+            said = " ".join(str(error).split())
+            raise ValueError(f"The accelerate configuration {path} cannot be read: {said}.") from error
         if not isinstance(content, dict):
             raise ValueError(f"The accelerate configuration {path} holds no options. `accelerate config` writes one.")
         file = load_config_from_file(path)
@@ -243,12 +239,11 @@ def problems_of_resumed_launch(launch: Launch, folder: str | Path) -> Iterator[s
     """Yield a problem if the checkpoint in `folder` was written by a launch whose optimizer state this one cannot
     load."""
     theirs = _launch_of(folder)
-    if theirs is None or theirs == launch.name:
-        return
-    yield (
-        f"The checkpoint {folder} was written with {theirs}, and this run with {launch.name} would not find its optimizer state. Launch "
-        f"with {theirs}{_advice_to_start_anew(folder)}."
-    )
+    if theirs not in (None, launch.name):
+        yield (
+            f"The checkpoint {folder} was written with {theirs}, and this run with {launch.name} would not find its optimizer state. "
+            f"Launch with {theirs}{_advice_to_start_anew(folder)}."
+        )
 
 
 def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
@@ -272,7 +267,7 @@ def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
 
 def _launch_of(folder: str | Path) -> str | None:
     """Return the launch that wrote a checkpoint, `None` if it was saved with `save_only_model=True`."""
-    return next((launch for files, launch in LAUNCHES_BY_FILES.items() if any(Path(folder).glob(files))), None)
+    return next((launch for files, launch in _LAUNCHES_BY_FILES.items() if any(Path(folder).glob(files))), None)
 
 
 def _advice_to_start_anew(folder: str | Path) -> str:
@@ -321,11 +316,11 @@ def _problems_of_fsdp(plugin: Any, args: Any, has_adapter: bool, is_in_4bit: boo
     if args.sync_ref_model:
         yield "sync_ref_model=True with FSDP2: writes to the reference's gathered weights are lost. Remove it"
     kind = _kind_of_optimizer(args)
-    if kind in OPTIMIZERS_WITHOUT_SHARDS:
-        yield f"optim={_name_of_optimizer(args)!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"
+    if kind in _WITHOUT_SHARDS:
+        yield f"optim={optimizer_name(args)!r} with FSDP2: {_WITHOUT_SHARDS[kind]}"
     elif _is_offloaded(plugin) and kind not in (None, "torch", "torchao"):
         yield (
-            f"optim={_name_of_optimizer(args)!r} with fsdp_offload_params: true: it has to step in host memory, and only optimizers of torch "
+            f"optim={optimizer_name(args)!r} with fsdp_offload_params: true: it has to step in host memory, and only optimizers of torch "
             "and torchao are known to. Use 'muon', 'muon_8bit' or 'adamw_torch_fused'"
         )
     if not args.quantize_learner:
@@ -379,7 +374,7 @@ def _problems_of_zero(config: Mapping[str, Any], args: Any, has_adapter: bool) -
             yield f"{name!r} in DeepSpeed's configuration: `{option}` selects it. Remove it"
     if _kind_of_optimizer(args) != "torch":
         yield (
-            f"optim={_name_of_optimizer(args)!r} with DeepSpeed: DeepSpeed gives optimizers flat slices of masters, but this one needs "
+            f"optim={optimizer_name(args)!r} with DeepSpeed: DeepSpeed gives optimizers flat slices of masters, but this one needs "
             "matrices or is untested. Use 'adamw_torch_fused' or 'adamw_torch', or launch with FSDP2"
         )
     if has_adapter and stage != 3 and args.lora_mode == "adapter":
@@ -389,14 +384,9 @@ def _problems_of_zero(config: Mapping[str, Any], args: Any, has_adapter: bool) -
         )
 
 
-def _name_of_optimizer(args: Any) -> str:
-    # transformers may have replaced the name by a member of its enumeration.
-    return str(getattr(args.optim, "value", args.optim))
-
-
 def _kind_of_optimizer(args: Any) -> str | None:
-    """Return the optimizer's package, or its kind if that is in [`OPTIMIZERS_WITHOUT_SHARDS`]; `None` for Muon."""
-    name = _name_of_optimizer(args)
+    """Return the optimizer's package, or its kind if that is in [`_WITHOUT_SHARDS`]; `None` for Muon."""
+    name = optimizer_name(args)
     for kind in ("GaLore", "APOLLO", "Adafactor"):
         if kind.lower() in name:
             return kind

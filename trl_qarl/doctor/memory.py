@@ -22,6 +22,7 @@ from ..adapters.tensors import base_of, is_adapter_folder
 from ..checkpoint.load import check_release, skeleton
 from ..checkpoint.record import check_config
 from ..optimizers.eight_bits import block_of
+from ..options import optimizer_name
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.plan import QuantPlan
@@ -317,7 +318,7 @@ def check_host_memory(args: Any, model: Any, peft_config: Any) -> None:
     except ValueError:
         # Loading it reports this.
         return
-    optim = str(getattr(args.optim, "value", args.optim))
+    optim = optimizer_name(args)
     run = MemorySettings(
         args.world_size,
         # Of others the state is counted too small.

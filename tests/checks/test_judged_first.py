@@ -1,5 +1,6 @@
 """Everything that is wrong is said at once, before a model is loaded or changed."""
 
+import inspect
 import json
 import re
 import shutil
@@ -46,14 +47,16 @@ def not_loaded(monkeypatch):
 
 @pytest.fixture
 def problems(tiny_model, tmp_path, not_loaded):
-    """Finds the problems of a trainer with `options`, and other arguments in place of the usual ones."""
+    """Finds the problems of a trainer with these options, and these objects in place of the usual ones."""
+    names = inspect.signature(QaRLTrainer).parameters
 
-    def find(options=None, **given):
-        usual = {"model": tiny_model, "reward_funcs": spread, "train_dataset": make_problems()}
-        if "args" not in given:
-            usual["args"] = arguments(**({"output_dir": tmp_path / "out"} | (options or {})))
+    def find(**given):
+        objects = {"model": tiny_model, "reward_funcs": spread, "train_dataset": make_problems()}
+        objects |= {name: given.pop(name) for name in [*given] if name in names}
+        if "args" not in objects:
+            objects["args"] = arguments(**({"output_dir": tmp_path / "out"} | given))
         with pytest.raises(Problems) as said:
-            QaRLTrainer(**(usual | given))
+            QaRLTrainer(**objects)
         return said.value.problems
 
     return find
@@ -117,7 +120,7 @@ def classifier(tiny_model, tmp_path):
 def test_models_of_another_kind_are_named(problems, classifier):
     (found,) = problems(model=classifier)
     assert found.startswith("The model is a Qwen2ForSequenceClassification, which generates no text")
-    found = problems(model="nobody/policy", reward_funcs="nobody/reward", options={"beta": 0.1})
+    found = problems(model="nobody/policy", reward_funcs="nobody/reward", beta=0.1)
     assert [text.split(" cannot be read: ")[0] for text in found] == [
         "The reward model 'nobody/reward'",
         "The model 'nobody/policy'",
@@ -173,7 +176,7 @@ def test_releases_that_cannot_be_trained_are_named(problems, tiny_model, tmp_pat
     folder = shutil.copytree(tiny_model, tmp_path / "release")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
-    (found,) = problems(model=str(folder), options=options)
+    (found,) = problems(model=str(folder), **options)
     assert text in found
 
 
@@ -215,9 +218,9 @@ def test_messages_without_a_template_are_named(problems, tiny_model, tmp_path):
     (folder / "chat_template.jinja").unlink()
     options = {"exclude_modules": ["no_such_layer"]}
     for given in ({"model": str(folder)}, {"processing_class": plain}):
-        found = problems(options, train_dataset=MESSAGES, **given)
+        found = problems(train_dataset=MESSAGES, **options, **given)
         assert len(found) == 2 and "the tokenizer has no chat template" in found[0]
-    assert len(problems(options, model=str(folder))) == 1
+    assert len(problems(model=str(folder), **options)) == 1
 
 
 def undescribed(number: int) -> int:
@@ -247,7 +250,7 @@ def described_tool(number: int) -> int:
 def test_a_template_that_does_not_fit_is_named(problems, tiny_model, tmp_path, template, options, tools, text):
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(template)
-    (found,) = problems(options, model=str(folder), train_dataset=MESSAGES, tools=tools)
+    (found,) = problems(model=str(folder), train_dataset=MESSAGES, tools=tools, **options)
     assert text in found
 
 
@@ -312,7 +315,7 @@ def test_a_checkpoint_of_another_launch_is_found_before_loading(problems, tmp_pa
     (folder / "optimizer.bin").touch()
     (folder / "resume.json").write_text(json.dumps({"optim": "adamw_8bit", "hidden_size": 7}))
     marker.complete(folder)
-    found = problems({"resume_from_checkpoint": str(folder), "exclude_modules": ["no_such_layer"]})
+    found = problems(resume_from_checkpoint=str(folder), exclude_modules=["no_such_layer"])
     assert len(found) == 3 and "no_such_layer" in found[0]
     assert "FSDP2 and FULL_STATE_DICT, and this run with one process or DDP" in found[1]
     assert "optim='adamw_8bit' there, 'adamw_torch' here; hidden_size=7 there" in found[2]
@@ -361,55 +364,52 @@ TOO_LONG = (
     "vllm_max_model_length=513 with Qwen2ForCausalLM: vLLM starts no engine with a context beyond the model's, 512"
 )
 STREAM = make_problems().to_iterable_dataset()
-# Arguments of the trainer, or a function of the model's folder that makes them; options; and the one problem.
+# Arguments and options of a trainer, or a function of the model's folder that makes them, and the one problem.
+EVALUATION = {"reward_funcs": needs_answer, "train_dataset": ANSWERED, "eval_strategy": "steps"}
 REFUSED = {
-    "output below a file": ({}, {"output_dir": "file/out"}, "file is a file. Name another"),
-    "output of a long name": ({}, {"output_dir": "x" * 300}, "cannot be a folder: [Errno 36] File name too long"),
-    "output over the model": ({}, {"output_dir": "model"}, "output_dir='model' is the folder of the model"),
-    "rewards: a number": ({"reward_funcs": 3}, {}, "`reward_funcs` has 3 of type int. Give a function"),
-    "rewards: none within": ({"reward_funcs": [spread, None]}, {}, "`reward_funcs` has None of type NoneType"),
-    "rewards: none": ({"reward_funcs": None}, {}, "There is no reward. Give `reward_funcs`"),
-    "rewards: too few": ({}, {"reward_weights": [1.0, 2.0]}, "has 2 numbers, and there is 1 reward function"),
-    "a column is missing": ({"reward_funcs": needs_solution}, {}, "'needs_solution' cannot be called: missing a req"),
-    "an argument is missing": ({"reward_funcs": takes_no_more}, {}, "'takes_no_more' cannot be called: got an unex"),
-    "a reward of messages": ({"reward_funcs": think_format_reward}, {}, "'think_format_reward' reads messages"),
-    "a column of that name": ({"train_dataset": with_column("completions")}, {}, "has the columns ['completions']"),
-    "a column of TRL's": ({"train_dataset": with_column("trainer_state")}, {}, "has the columns ['trainer_state']"),
-    "no row": ({"train_dataset": Dataset.from_dict({"prompt": []})}, {}, "The training dataset has no rows"),
-    "splits": (
-        {"train_dataset": DatasetDict({"train": make_problems()})},
-        {},
-        "DatasetDict with the splits ['train']",
-    ),
-    "a list": ({"train_dataset": [{"prompt": "1"}]}, {}, "of type list, and must be a `datasets.Dataset`"),
-    "columns": ({"train_dataset": {"prompt": ["1"]}}, {}, "is a dictionary with ['prompt']. `Dataset.from_dict(col"),
-    "no dataset": ({"train_dataset": None}, {}, "There is no training dataset. Give `train_dataset`"),
-    "videos": ({"train_dataset": with_column("videos")}, {}, "column 'videos': videos are not supported"),
-    "targets: absent": ({"peft_config": ["no_such_layer"]}, {}, "peft_config: Target modules"),
-    "targets: the head": ({"peft_config": ["q_proj", "lm_head"]}, {}, "target_modules names 'lm_head'"),
-    "targets: no pattern": ({"peft_config": "*bad("}, {}, "nothing to repeat"),
-    "callback": ({"callbacks": CALLBACK}, {}, f"`callbacks` is {CALLBACK!r}"),
-    "no callback": ({"callbacks": [print]}, {}, f"`callbacks` is {[print]!r}"),
-    "tool": ({"tools": print}, {}, f"`tools` is {print!r}"),
-    "no tool": ({"tools": [3]}, {}, "`tools` is [3]"),
-    "tools of texts": ({"tools": [print]}, {}, "`tools` was given, and the prompts are texts"),
-    "rollout": ({"rollout_func": 3}, {}, "`rollout_func` is 3"),
-    "rollout without the trainer": ({"rollout_func": lambda prompts: {}}, {}, "`rollout_func` cannot be called: too"),
-    "environment": ({"environment_factory": {"a": CALLBACK}}, {}, f"`environment_factory` is {{'a': {CALLBACK!r}}}"),
-    "no tokenizer": ({"processing_class": "model"}, {}, "`processing_class` is of type str. Give a tokenizer"),
+    "output below a file": ({"output_dir": "file/out"}, "file is a file. Name another"),
+    "output of a long name": ({"output_dir": "x" * 300}, "cannot be a folder: [Errno 36] File name too long"),
+    "output over the model": ({"output_dir": "model"}, "output_dir='model' is the folder of the model"),
+    "rewards: a number": ({"reward_funcs": 3}, "`reward_funcs` has 3 of type int. Give a function"),
+    "rewards: none within": ({"reward_funcs": [spread, None]}, "`reward_funcs` has None of type NoneType"),
+    "rewards: none": ({"reward_funcs": None}, "There is no reward. Give `reward_funcs`"),
+    "rewards: too few": ({"reward_weights": [1.0, 2.0]}, "has 2 numbers, and there is 1 reward function"),
+    "a column is missing": ({"reward_funcs": needs_solution}, "'needs_solution' cannot be called: missing a req"),
+    "an argument is missing": ({"reward_funcs": takes_no_more}, "'takes_no_more' cannot be called: got an unex"),
+    "a reward of messages": ({"reward_funcs": think_format_reward}, "'think_format_reward' reads messages"),
+    "a column of that name": ({"train_dataset": with_column("completions")}, "has the columns ['completions']"),
+    "a column of TRL's": ({"train_dataset": with_column("trainer_state")}, "has the columns ['trainer_state']"),
+    "no row": ({"train_dataset": Dataset.from_dict({"prompt": []})}, "The training dataset has no rows"),
+    "a row": ({"train_dataset": Dataset.from_dict({"prompt": ["1", None]})}, "Row 1 of the training dataset has the"),
+    "splits": ({"train_dataset": DatasetDict({"train": make_problems()})}, "DatasetDict with the splits ['train']"),
+    "a list": ({"train_dataset": [{"prompt": "1"}]}, "of type list, and must be a `datasets.Dataset`"),
+    "columns": ({"train_dataset": {"prompt": ["1"]}}, "is a dictionary with ['prompt']. `Dataset.from_dict(col"),
+    "no dataset": ({"train_dataset": None}, "There is no training dataset. Give `train_dataset`"),
+    "videos": ({"train_dataset": with_column("videos")}, "column 'videos': videos are not supported"),
+    "targets: absent": ({"peft_config": ["no_such_layer"]}, "peft_config: Target modules"),
+    "targets: the head": ({"peft_config": ["q_proj", "lm_head"]}, "target_modules names 'lm_head'"),
+    "targets: no pattern": ({"peft_config": "*bad("}, "nothing to repeat"),
+    "callback": ({"callbacks": CALLBACK}, f"`callbacks` is {CALLBACK!r}"),
+    "no callback": ({"callbacks": [print]}, f"`callbacks` is {[print]!r}"),
+    "tool": ({"tools": print}, f"`tools` is {print!r}"),
+    "no tool": ({"tools": [3]}, "`tools` is [3]"),
+    "tools of texts": ({"tools": [print]}, "`tools` was given, and the prompts are texts"),
+    "rollout": ({"rollout_func": 3}, "`rollout_func` is 3"),
+    "rollout without the trainer": ({"rollout_func": lambda prompts: {}}, "`rollout_func` cannot be called: too"),
+    "environment": ({"environment_factory": {"a": CALLBACK}}, f"`environment_factory` is {{'a': {CALLBACK!r}}}"),
+    "no tokenizer": ({"processing_class": "model"}, "`processing_class` is of type str. Give a tokenizer"),
     "a tokenizer without an end": (
         lambda path: {"processing_class": AutoTokenizer.from_pretrained(path, eos_token=None)},
-        {},
         "The tokenizer has no end token",
     ),
-    "a stream": ({"train_dataset": STREAM}, {"max_steps": -1}, "max_steps=-1 with a streamed dataset"),
-    "sleep": ({}, COLOCATED | {"vllm_enable_sleep_mode": True}, "use_cpu=True: vLLM sleeps on GPUs only"),
-    "processes": ({}, COLOCATED | {"vllm_tensor_parallel_size": 2}, "must divide the number of processes, 1"),
-    "context of an engine": ({}, COLOCATED | LONG, TOO_LONG),
-    "context of a server": ({}, SERVER | LONG | {"vllm_server_autostart": True}, TOO_LONG),
-    "of masters": ({"rollout_func": print}, {"quantize_learner": False}, "`rollout_func` was given with quantize_le"),
+    "a stream": ({"train_dataset": STREAM, "max_steps": -1}, "max_steps=-1 with a streamed dataset"),
+    "sleep": (COLOCATED | {"vllm_enable_sleep_mode": True}, "use_cpu=True: vLLM sleeps on GPUs only"),
+    "processes": (COLOCATED | {"vllm_tensor_parallel_size": 2}, "must divide the number of processes, 1"),
+    "context of an engine": (COLOCATED | LONG, TOO_LONG),
+    "context of a server": (SERVER | LONG | {"vllm_server_autostart": True}, TOO_LONG),
+    "of masters": ({"rollout_func": print, "quantize_learner": False}, "`rollout_func` was given with quantize_le"),
     **{
-        f"ahead: {text}": (given, SERVER | {"rollout_ahead": 1}, f"rollout_ahead=1 is unsupported with {text}")
+        f"ahead: {text}": (SERVER | {"rollout_ahead": 1} | given, f"rollout_ahead=1 is unsupported with {text}")
         for text, given in (
             ("`tools`", {"tools": [print], "train_dataset": MESSAGES}),
             *((f"`{name}`", {name: print}) for name in ("rollout_func", "environment_factory")),
@@ -419,89 +419,53 @@ REFUSED = {
     },
     "model: classifies": (
         lambda path: {"model": loaded(path, AutoModelForSequenceClassification)},
-        {},
         "a Qwen2ForSequenceClassification, which generates no",
     ),
-    "model: headless": (
-        lambda path: {"model": loaded(path, AutoModel)},
-        {},
-        "is a Qwen2Model, which generates no text",
-    ),
+    "model: headless": (lambda path: {"model": loaded(path, AutoModel)}, "is a Qwen2Model, which generates no text"),
     "model: T5": (
         lambda _: {"model": T5ForConditionalGeneration(T5Config(d_model=8, d_ff=8, num_layers=1))},
-        {},
         "whose decoder reads an encoder",
     ),
-    "model: a layer": ({"model": torch.nn.Linear(4, 4)}, {}, "The model is a Linear, which generates no text"),
-    "model: meta": (lambda path: {"model": on_meta(path)}, {}, "The model is on the meta device, without weights"),
-    "model: frozen": (
-        lambda path: {"model": loaded(path).requires_grad_(False)},
-        {},
-        "Nothing of the model is trainable",
-    ),
-    "model: home": ({"model": "~/nowhere"}, {}, "The model '~/nowhere' is not a folder"),
-    "model: a file": ({"model": "model/config.json"}, {}, "config.json' is not a folder"),
-    "dtype": ({}, {"model_init_kwargs": {"dtype": "fp32"}}, "dtype='fp32' is unknown. Choose one of ['float32', 'au"),
-    "old dtype": ({}, {"model_init_kwargs": {"torch_dtype": torch.bfloat16}}, "The masters are bfloat16"),
-    "attention": ({}, {"model_init_kwargs": {"attn_implementation": "no"}}, "attn_implementation='no': Specified"),
-    "optimizer: of a name": (
-        lambda path: {"optimizers": (own(loaded(path)), None)},
-        {},
-        "the model is yet to be loaded",
-    ),
+    "model: a layer": ({"model": torch.nn.Linear(4, 4)}, "The model is a Linear, which generates no text"),
+    "model: meta": (lambda path: {"model": on_meta(path)}, "The model is on the meta device, without weights"),
+    "model: frozen": (lambda path: {"model": loaded(path).requires_grad_(False)}, "Nothing of the model is trainable"),
+    "model: home": ({"model": "~/nowhere"}, "The model '~/nowhere' is not a folder"),
+    "model: a file": ({"model": "model/config.json"}, "config.json' is not a folder"),
+    "dtype": ({"model_init_kwargs": {"dtype": "fp32"}}, "dtype='fp32' is unknown. Choose one of ['float32', 'au"),
+    "old dtype": ({"model_init_kwargs": {"torch_dtype": torch.bfloat16}}, "The masters are bfloat16"),
+    "attention": ({"model_init_kwargs": {"attn_implementation": "no"}}, "attn_implementation='no': Specified"),
+    "optimizer: of a name": (lambda path: {"optimizers": (own(loaded(path)), None)}, "the model is yet to be loaded"),
     "optimizer: of others": (
         lambda path: {"model": loaded(path), "optimizers": (own(torch.nn.Linear(1, 1)), None)},
-        {},
         "of another model's parameters",
     ),
     "optimizer: of the base": (
         lambda path: {"model": (model := loaded(path)), "optimizers": (own(model), None), "peft_config": "all-linear"},
-        {},
         "the model is yet to get the adapter of `peft_config`",
     ),
     "optimizer: a class": (
         lambda path: {"model": loaded(path), "optimizers": (torch.optim.SGD, None)},
-        {},
         "which is no optimizer. Make one",
     ),
     "optimizer: alone": (
         lambda path: {"model": (model := loaded(path)), "optimizers": own(model)},
-        {},
         "`optimizers` is of type SGD. Give a pair",
     ),
-    "reward: by folder": (
-        {"reward_funcs": "model"},
-        {},
-        "is a Qwen2ForCausalLM, whose scores would come from a random",
-    ),
-    "reward: generates": (
-        lambda path: {"reward_funcs": loaded(path)},
-        {},
-        "a Qwen2ForCausalLM, which has no head for",
-    ),
-    "reward: a layer": ({"reward_funcs": torch.nn.Linear(3, 3)}, {}, "is a Linear, which has no head for scores"),
-    "reward: a name": (
-        {"reward_funcs": "accuracy_reward"},
-        {},
-        "Give the function: `from trl.rewards import accuracy",
-    ),
+    "reward: by folder": ({"reward_funcs": "model"}, "is a Qwen2ForCausalLM, whose scores would come from a random"),
+    "reward: generates": (lambda path: {"reward_funcs": loaded(path)}, "a Qwen2ForCausalLM, which has no head for"),
+    "reward: a layer": ({"reward_funcs": torch.nn.Linear(3, 3)}, "is a Linear, which has no head for scores"),
+    "reward: a name": ({"reward_funcs": "accuracy_reward"}, "Give the function: `from trl.rewards import accuracy"),
     "reward: two labels": (
         lambda path: {"reward_funcs": loaded(path, AutoModelForSequenceClassification)},
-        {},
         "a score for each of ['LABEL_0', 'LABEL_1']",
     ),
     "reward: tokenizers": (
         {"reward_funcs": [spread, spread], "reward_processing_classes": [None]},
-        {},
         "has 1 elements, and there are 2 reward",
     ),
-    "reward: a tokenizer": ({"reward_processing_classes": "name"}, {}, "`reward_processing_classes` is of type str"),
+    "reward: a tokenizer": ({"reward_processing_classes": "name"}, "`reward_processing_classes` is of type str"),
     **{
-        f"evaluation: {name}": (
-            {"reward_funcs": needs_answer, "train_dataset": ANSWERED, "eval_dataset": data},
-            {"eval_strategy": "steps"},
-            text,
-        )
+        f"evaluation: {name}": (EVALUATION | {"eval_dataset": data}, text)
         for name, data, text in (
             ("columns", make_problems(), "'needs_answer' cannot be called: missing a required argument: 'answer'"),
             ("one of several", {"a": ANSWERED, "b": make_problems()}, "the columns of the evaluation dataset"),
@@ -520,19 +484,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("given", "options", "text"), REFUSED.values(), ids=REFUSED)
-def test_an_argument_is_refused_before_loading(problems, tiny_model, tmp_path, monkeypatch, given, options, text):
+@pytest.mark.parametrize(("given", "text"), REFUSED.values(), ids=REFUSED)
+def test_an_argument_is_refused_before_loading(problems, tiny_model, tmp_path, monkeypatch, given, text):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     shutil.copytree(tiny_model, "model")
     given = given("model") if callable(given) else given
     if "peft_config" in given:
         given = given | {"peft_config": lora(target_modules=given["peft_config"])}
-    found = problems({"output_dir": "out"} | options, **({"model": "model"} | given))
+    found = problems(**({"model": "model", "output_dir": "out"} | given))
     # This model reads no pictures, here or in vLLM, nor has a text a place for them; its template calls no tools.
-    assert text in "".join(found) and len(found) == 1 + 3 * ("column 'image'" in text) + ("with `tools`" in text), (
-        found
-    )
+    number = 1 + 3 * ("column 'image'" in text) + ("with `tools`" in text)
+    assert text in "".join(found) and len(found) == number, found
 
 
 @pytest.mark.parametrize(("name", "value", "text"), [("image", 1, "Value('int64')"), ("images", "file", "Value('st")])
@@ -621,7 +584,7 @@ def test_columns_that_only_rows_tell_are_judged_there(tiny_model, tmp_path):
 def test_an_optimizer_that_cannot_be_made_is_named(problems, monkeypatch):
     monkeypatch.setitem(sys.modules, "schedulefree", None)
     for options in ({"optim": "schedule_free_adamw"}, {"optim": "adamw_torch", "optim_args": "betas"}):
-        (found,) = problems(options)
+        (found,) = problems(**options)
         assert found.startswith(f"optim={options['optim']!r}, optim_args=") and "cannot be made: " in found
 
 

@@ -95,19 +95,11 @@ def test_a_wrong_size_of_a_batch_is_one_problem(tmp_path):
 def test_problems_of_trl_join_those_of_ours(tmp_path):
     with pytest.raises(Problems) as error:
         config(tmp_path, torch_compile=True, per_device_train_batch_size=3, num_generations=4, steps_per_generation=1)
-    assert [problem.split("=")[0].split(" ")[0] for problem in error.value.problems] == [
-        "torch_compile",
-        "generation_batch_size",
-    ]
+    ours, theirs = error.value.problems
+    assert ours.startswith("torch_compile=") and theirs.startswith("generation_batch_size ")
 
 
 def test_numbers_of_numpy_and_infinite_bounds_are_taken(tmp_path):
-    c = config(
-        tmp_path,
-        max_steps=numpy.int64(3),
-        learning_rate=numpy.float32(0.5),
-        max_grad_norm=INF,
-        positive_epsilon_high=INF,
-        reward_weights=[1, 0.5],
-    )
+    numbers = {"max_steps": numpy.int64(3), "learning_rate": numpy.float32(0.5), "reward_weights": [1, 0.5]}
+    c = config(tmp_path, max_grad_norm=INF, positive_epsilon_high=INF, **numbers)
     assert (c.max_steps, c.learning_rate, c.reward_weights) == (3, 0.5, [1, 0.5])

@@ -449,7 +449,7 @@ def the_peak_of_fsdp2_is_what_was_calculated(folder):
             [trainer] = train(f"{folder}/words", f"peak-{steps}", launch={}, callbacks=[_Phases(live)], **options)
         with torch.device("meta"):
             run = MemorySettings(2, trainer.args.optim, num_tokens=2 * 64, accumulates=steps > 1)
-            parts = parts_of_memory(shapes(), get_plan(trainer.args.scheme), run)["fsdp2"]
+            parts = parts_of_memory(shapes(), get_plan(trainer.args.scheme), [run])[0]["fsdp2"]
         # Nothing is published. gloo reduces a copy, and codes are unpacked with a table.
         calculated = on_gpu(parts) - parts["logits"] - parts["weight sync"] + 4 * words * hidden + 2**20
         assert calculated == pytest.approx(live.peaks["layers"], rel=0.1), steps
@@ -502,7 +502,7 @@ def the_peak_with_masters_on_the_host_is_what_was_calculated(folder):
         with live:
             [trainer] = train(place, "peak-host", launch={"offload_params": True}, **options)
         with torch.device("meta"):
-            parts = parts_of_memory(shapes, get_plan(trainer.args.scheme), run)["fsdp2_offload"]
+            parts = parts_of_memory(shapes, get_plan(trainer.args.scheme), [run])[0]["fsdp2_offload"]
         # Nothing is published. gloo reduces a copy, and codes are unpacked with tables.
         calculated = on_gpu(parts) - parts["logits"] - parts["weight sync"]
         calculated += 4 * words * hidden * (world > 1) + 3 * 2**19

@@ -46,7 +46,7 @@ def shapes_of(folder):
 
 def calculate(folder, *processes, **options):
     """Memory of a training in `w4a16`, by launch and part."""
-    return parts_of_memory(shapes_of(folder), get_plan("w4a16"), MemorySettings(*processes, **options))
+    return parts_of_memory(shapes_of(folder), get_plan("w4a16"), [MemorySettings(*processes, **options)])[0]
 
 
 class Gradients(TrainerCallback):
@@ -138,9 +138,8 @@ def test_memory_on_the_pages_of_the_documentation_is_calculated():
     for name, (share, memory_of_gpu, launch) in recipes.items():
         [(gpu, host)] = re.findall(rf"^\| `{name}[.]yaml` .* \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
         run = MemorySettings(1, "muon_8bit", engine_bytes=int(share * memory_of_gpu * 1e9), gradient_bytes=2)
-        parts = parts_of_memory(what_fits["shapes_of"](f"Qwen3-{name.partition('b')[0]}B"), get_plan("w4a16"), run)[
-            launch
-        ]
+        model = what_fits["shapes_of"](f"Qwen3-{name.partition('b')[0]}B")
+        parts = parts_of_memory(model, get_plan("w4a16"), [run])[0][launch]
         assert (f"{on_gpu(parts, True) / 1e9:.1f}", f"{on_host(parts) / 1e9:.1f}") == (gpu, host), name
 
 
@@ -274,7 +273,7 @@ def test_a_sleeping_engine_leaves_its_memory_to_updates():
 def test_pinned_blocks_are_powers_of_two(tiny_model):
     """Masters and rounded gradients of an unquantized model, in three processes, which pin the same number of rows."""
     run = MemorySettings(3, gradient_bytes=2)
-    parts = parts_of_memory(shapes_of(tiny_model), get_plan("bf16"), run)["fsdp2_offload"]
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("bf16"), [run])[0]["fsdp2_offload"]
     shards = [-(-len(p) // 3) * p[0].numel() for p in shapes_of(tiny_model).parameters()]
     blocks = [2 ** math.ceil(math.log2(size * number)) for number in shards for size in (4, 2)]
     assert parts["host masters"] + parts["host gradients"] + parts["host rounding"] == 3 * sum(blocks)

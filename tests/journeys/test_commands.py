@@ -136,7 +136,7 @@ def test_commands_of_the_estimate_train(user, arch, gpus, place, options):
         # What two GPUs of the learner need, with a tenth in reserve.
         settings = MemorySettings(2, num_tokens=64, lora_rank=8 if options else 0)
         model = shapes_of(str(user.folder / "model"), False, "model")
-        share, memory = "0.9", 1.101 * on_gpu(parts_of_memory(model, get_plan("w4a16"), settings)["fsdp2"]) / 1e9
+        share, memory = "0.9", 1.101 * on_gpu(parts_of_memory(model, get_plan("w4a16"), [settings])[0]["fsdp2"]) / 1e9
     argv = ["--gpus", str(gpus), "--gpu_memory", str(memory), "--host_memory", "0.01", "--tokens", "64", *options]
     argv += ["--vllm_gpu_memory_utilization", share, "--write", "launch.yaml"]
     output = user.run("trl-qarl", "estimate", "model", *argv)

@@ -26,8 +26,8 @@ from ..options import optimizer_name
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.plan import QuantPlan
+from ..quantization.storage import num_elements
 from ..quantization.swap import low_bit_bytes, prepare_model
-from ..quantization.weight import QuantizedWeight
 from ..sync.publisher import largest_chunk
 
 
@@ -81,18 +81,11 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
 
 
 def parts_of_memory(
-    model: nn.Module, plan: QuantPlan, run: MemorySettings, exclude_modules=None
-) -> dict[str, dict[str, int]]:
-    """Return the bytes of each part on each GPU, by launch, for the training of a language model on the meta device,
-    which is quantized in place. Parts whose names begin with `"host "` are in the memory of the machine, for all of
-    its processes. Errors are those of [`prepare_model`], and `ValueError` for an unknown optimizer."""
-    return parts_of_runs(model, plan, [run], exclude_modules)[0]
-
-
-def parts_of_runs(
-    model: nn.Module, plan: QuantPlan, runs: list[MemorySettings], exclude_modules=None
-) -> list[dict[str, Any]]:
-    """Return [`parts_of_memory`] for each of several runs."""
+    model: nn.Module, plan: QuantPlan, runs: Sequence[MemorySettings], exclude_modules=None
+) -> list[dict[str, dict[str, int]]]:
+    """Return the bytes of each part on each GPU, by launch, for each of `runs`, trainings of a language model on the
+    meta device, which is quantized in place. Parts whose names begin with `"host "` are in the memory of the machine,
+    for all of its processes. Errors are those of [`prepare_model`], and `ValueError` for an unknown optimizer."""
     for run in runs:
         if run.optim not in OPTIMIZERS:
             raise ValueError(f"optim={run.optim!r} is not known here. Choose from {', '.join(OPTIMIZERS)}.")
@@ -103,8 +96,7 @@ def parts_of_runs(
 
 def served_bytes(model: nn.Module, low_bit_bytes: int) -> int:
     """Return the bytes of the weights of a quantized `model` in an engine, without keys and values."""
-    quantized = sum(weight.numel() for weight in _quantized(model))
-    return low_bit_bytes + 2 * (sum(parameter.numel() for parameter in model.parameters()) - quantized)
+    return low_bit_bytes + 2 * (num_elements(model.parameters()) - num_elements(_quantized(model)))
 
 
 def on_gpu(parts: dict[str, int], is_asleep: bool = False) -> int:
@@ -123,29 +115,28 @@ def on_host(parts: dict[str, int]) -> int:
 
 def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: MemorySettings, launch: str) -> dict[str, int]:
     config = model.config.get_text_config()
-    total = held = sum(parameter.numel() for parameter in model.parameters())
+    size, quantized = num_elements(model.parameters()), num_elements(_quantized(model))
     if run.lora_rank:
         shapes = _shapes_of_adapter(model, run.lora_rank)
         # Muon treats no factor of an adapter as a matrix.
         state, total = sum(_state(shape, run.optim, False, False) for shape in shapes), sum(map(math.prod, shapes))
-        held += total - sum(weight.numel() for weight in _quantized(model))
+        # Weights of a frozen base are not kept.
+        held, kept = size - quantized + total, 4 * total
     else:
-        state = _state_of_all(model, run.optim)
+        state, total = _state_of_all(model, run.optim), size
+        held, kept = size, 4 * (size - quantized) + low_bit_bytes
     is_sharded, is_offloaded = launch != "ddp", launch == "fsdp2_offload"
     shards = run.num_gpus if is_sharded else 1
-    others = total if run.lora_rank else total - sum(weight.numel() for weight in _quantized(model))
-    # Weights of a frozen base are not kept.
-    kept = run.rollout_ahead * (4 * others + (0 if run.lora_rank else low_bit_bytes))
     state_of_training = {
         "masters": 4 * held,
         "gradients": run.gradient_bytes * total,
         "optimizer": state,
         "low-bit weights": low_bit_bytes,
-        "kept weights": kept,
+        "kept weights": run.rollout_ahead * kept,
     }
     # One process loads all weights before FSDP2 divides them. The others quantize as many for an adapter.
     num_loading = 1 if is_sharded else run.num_gpus
-    loaded = 4 * num_loading * sum(p.numel() for p in model.parameters())
+    loaded = 4 * num_loading * size
     if run.lora_rank:
         loaded += (run.num_gpus - num_loading) * low_bit_bytes
     if is_offloaded:
@@ -242,7 +233,7 @@ def _rounding(model: nn.Module, shards: int, run: MemorySettings) -> tuple[int, 
     """Return the bytes of host memory beyond pinned masters, and beyond gradients and low-bit weights, for all
     processes. Each process pins as many rows of a tensor as the largest shard has, and torch pins powers of two (2.13,
     https://github.com/vllm-project/vllm/issues/56410)."""
-    weights = {id(weight.parameter): weight for weight in _quantized_weights(model)}
+    weights = {id(weight.parameter): weight for _, weight in Inventory.of(model).weights()}
 
     def beyond(num_bytes: int, num_rows: int) -> int:
         largest = num_bytes * -(-num_rows // shards) // num_rows
@@ -264,19 +255,15 @@ def _rounding(model: nn.Module, shards: int, run: MemorySettings) -> tuple[int, 
     return of_masters, of_others
 
 
-def _quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
-    return [weight for layer in Inventory.of(model).layers.values() for weight in layer.quantized_weights.values()]
-
-
 def _quantized(model: nn.Module) -> list[torch.Tensor]:
-    return [weight.parameter for weight in _quantized_weights(model)]
+    return [weight.parameter for _, weight in Inventory.of(model).weights()]
 
 
 def _sizes_of_layers(model: nn.Module, low_bit_bytes: int) -> tuple[list[tuple[int, int]], int]:
     """Return the bytes of the gathered weights of each decoder layer, and its number of weights, and the number of
     weights outside of layers."""
-    quantized = {id(weight) for weight in _quantized(model)}
-    num_quantized = sum(p.numel() for p in model.parameters() if id(p) in quantized)
+    quantized = {id(weight): weight for weight in _quantized(model)}
+    num_quantized = num_elements(quantized.values())
     layers: dict[str, tuple[int, int]] = {}
     outside = 0
     for name, parameter in model.named_parameters():
@@ -328,7 +315,7 @@ def check_host_memory(args: Any, model: Any, peft_config: Any) -> None:
         gradient_bytes=2 if args.gradient_dtype == "bfloat16" else 4,
     )
     small = replace(run, optim="muon_8bit", gradient_bytes=2)
-    found = parts_of_runs(shapes, args.plan, [run, small], args.exclude_modules)
+    found = parts_of_memory(shapes, args.plan, [run, small], args.exclude_modules)
     share = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)) / args.world_size
     needed, smaller = (share * on_host(parts["fsdp2_offload"]) / 1e9 for parts in found)
     available = memory_of_machine() / 1e9

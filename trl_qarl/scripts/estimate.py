@@ -69,13 +69,7 @@ def main(args: Namespace) -> int:
         _check_numbers(args)
         if args.write:
             Path(args.write).parent.mkdir(parents=True, exist_ok=True)
-        from ..doctor.memory import (
-            MemorySettings,
-            launch_configuration,
-            parts_of_runs,
-            served_bytes,
-            shapes_of,
-        )
+        from ..doctor.memory import MemorySettings, launch_configuration, parts_of_memory, served_bytes, shapes_of
 
         engine_bytes = int(args.vllm_gpu_memory_utilization * args.gpu_memory * _GB)
         check_folder(args.model)
@@ -89,7 +83,7 @@ def main(args: Namespace) -> int:
         split = [
             replace(run, num_gpus=number, engine_bytes=0) for number in range(1, args.gpus if engine_bytes else 1)
         ]
-        found, *found_split = parts_of_runs(model, plan, [run, *split], args.exclude_modules)
+        found, *found_split = parts_of_memory(model, plan, [run, *split], args.exclude_modules)
     if args.gpu_capability is not None:
         from ..doctor.checks import check_gpu
         from ..engines.gpu_kernels import Gpu

@@ -385,7 +385,7 @@ REFUSED = {
     "a list": ({"train_dataset": [{"prompt": "1"}]}, "of type list, and must be a `datasets.Dataset`"),
     "columns": ({"train_dataset": {"prompt": ["1"]}}, "is a dictionary with ['prompt']. `Dataset.from_dict(col"),
     "no dataset": ({"train_dataset": None}, "There is no training dataset. Give `train_dataset`"),
-    "videos": ({"train_dataset": with_column("videos")}, "column 'videos': videos are not supported"),
+    "videos": ({"train_dataset": with_column("videos")}, "column 'videos': videos are unsupported"),
     "targets: absent": ({"peft_config": ["no_such_layer"]}, "peft_config: Target modules"),
     "targets: the head": ({"peft_config": ["q_proj", "lm_head"]}, "target_modules names 'lm_head'"),
     "targets: no pattern": ({"peft_config": "*bad("}, "nothing to repeat"),

@@ -31,10 +31,7 @@ def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
         return
     refused = "with a PEFT adapter is not supported"
     if args.lora_mode != "adapter" and not args.is_quantized:
-        yield (
-            f"lora_mode={args.lora_mode!r} and scheme={args.scheme!r} {refused}: nothing is quantized, so there is no low-bit form of base "
-            "and adapter. Use lora_mode='adapter', which is ordinary LoRA."
-        )
+        yield f"lora_mode={args.lora_mode!r} and scheme={args.scheme!r} {refused}: nothing is quantized. Remove it."
     if args.precisions is not None:
         yield f"precisions={args.precisions} {refused}: the codes of the base are fixed at one precision. Remove it."
     if args.sync_ref_model:
@@ -46,16 +43,10 @@ def problems_of_start(model: Any, has_adapter: bool) -> Iterator[str]:
     if not isinstance(model, nn.Module):
         return
     if getattr(model, "_hf_peft_config_loaded", False) and not hasattr(model, "get_base_model"):
-        yield (
-            "The model has an adapter that was loaded by transformers. Pass the adapter's folder as `model`, or a "
-            "`PeftModel`: `PeftModel.from_pretrained(base, folder, is_trainable=True)`."
-        )
+        yield "The model has an adapter that was loaded by transformers. Pass the adapter's folder, or a `PeftModel`."
     quantization_config = getattr(getattr(model, "config", None), "quantization_config", None)
     if has_adapter and quantization_config is not None and not is_nf4(quantization_config):
-        yield (
-            "The model was loaded quantized, with layers that are not the learner's. Pass the folder of a compressed-tensors "
-            "checkpoint as `model`, as a string, and the trainer loads its codes and scales itself."
-        )
+        yield "The model was loaded quantized, with other layers than the learner's. Give its folder, as a string."
 
 
 def is_nf4(quantization_config: Any) -> bool:
@@ -88,15 +79,11 @@ def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool
             "QLoRA, or remove `quantization_config`: the base of an adapter is frozen in the low bits of the scheme."
         )
     if args.use_vllm:
-        yield (
-            f"{given} use_vllm=True is not supported: vLLM 0.31 has no layers for bitsandbytes' 4 bits. Use `use_vllm=False`, or a low-bit "
-            "scheme without `quantization_config`."
-        )
+        yield f"{given} use_vllm=True is not supported: vLLM 0.31 has no layers for its bits. Use `use_vllm=False`."
 
 
 def problems_of_adapter(config: Any, is_served: bool = False, is_merged: bool = False) -> Iterator[str]:
-    """Yield problems of a `PeftConfig` for a base that stays frozen and low-bit, with `is_served` for vLLM, and with
-    `is_merged` for an adapter inside the low-bit weights."""
+    """Yield problems of a `PeftConfig` over a frozen low-bit base, served by vLLM or merged into the weights."""
     peft_type = getattr(config, "peft_type", None)
     if getattr(peft_type, "value", peft_type) != "LORA":
         yield f"peft_config={type(config).__name__} is not supported: only LoRA is. Use `peft.LoraConfig`."
@@ -134,10 +121,7 @@ def problems_of_adapted_model(model: Any) -> Iterator[str]:
         yield f"The active adapters are {list(model.active_adapters)}. Call `model.set_adapter({ADAPTER_NAME!r})`."
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
-        yield (
-            "Nothing of the model is trainable: `PeftModel.from_pretrained` loads an adapter for inference. Load it with "
-            "`is_trainable=True`."
-        )
+        yield "Nothing of the model is trainable. Load the adapter with `is_trainable=True`."
     yield from _problems_of_targets(model)
 
 
@@ -155,16 +139,11 @@ def _problems_of_targets(model: Any) -> Iterator[str]:
             f"untested and not served by vLLM. Name only layers of the language model: target_modules={rf'{decoder}.*_proj'!r}."
         )
     for name, module in wrapped.items():
+        named = f"peft_config: target_modules names {name!r}"
         if id(module) in outside or id(module.base_layer) in outside:
-            yield (
-                f"peft_config: target_modules names {name!r}: the log-probs are computed from the weights of output head and "
-                "embedding directly. Leave it out, or use 'all-linear', which leaves it out."
-            )
+            yield f"{named}: log-probs are computed from its weight directly. Leave it out, or use 'all-linear'."
         elif not isinstance(module.base_layer, nn.Linear):
-            yield (
-                f"peft_config: target_modules names {name!r}, which is not a linear layer. Leave it out. In a mixture of experts "
-                "'all-linear' includes experts and routers, so name layers, such as ['q_proj', 'k_proj', 'v_proj', 'o_proj']."
-            )
+            yield f"{named}, which is not a linear layer. Name linear layers, such as ['q_proj', 'v_proj']."
     if isinstance(config.target_modules, (list, set, tuple)):
         # Some may be excluded, or of layers that are not transformed.
         names = {*wrapped, *(name for name, module in inventory.modules.items() if isinstance(module, nn.Linear))}

@@ -103,10 +103,7 @@ def problems_of_arguments(
     yield from of_adapter
     yield from _problems_of_callables(others, train_dataset)
     if others.get("rollout_func") is not None and not args.quantize_learner and not args.use_vllm:
-        yield (
-            "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "
-            "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
-        )
+        yield "`rollout_func` was given with quantize_learner=False: it would sample from masters. Set `use_vllm=True`."
     environment_factory, quantization_config = others.get("environment_factory"), others.get("quantization_config")
     if quantization_config is None:
         loaded = getattr(getattr(model, "config", None), "quantization_config", None)
@@ -173,18 +170,12 @@ def _problems_of_rewards(args: Any, rewards: list[Any], tokenizers: Any) -> Iter
     number = "is 1 reward function" if len(rewards) == 1 else f"are {len(rewards)} reward functions"
     tokenizers = [tokenizers] if tokenizers is not None and not isinstance(tokenizers, list) else tokenizers
     if tokenizers is not None and len(tokenizers) != len(rewards):
-        yield (
-            f"`reward_processing_classes` has {len(tokenizers)} elements, and there {number}. Give one for each, `None` for "
-            "a function."
-        )
+        yield f"`reward_processing_classes` has {len(tokenizers)} elements, and there {number}. Give one for each."
         tokenizers = None
     for reward, tokenizer in zip(rewards, tokenizers or [None] * len(rewards), strict=True):
         yield from problems_of_reward(reward, tokenizer)
-    if args.reward_weights is not None and len(args.reward_weights) != len(rewards):
-        yield (
-            f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there {number}. Give "
-            "one for each."
-        )
+    if (weights := args.reward_weights) is not None and len(weights) != len(rewards):
+        yield f"reward_weights={weights!r} has {len(weights)} numbers, and there {number}. Give one for each."
 
 
 def _problems_of_colocation(args: Any) -> Iterator[str]:
@@ -204,9 +195,7 @@ def problems_of_absence(
     if train_dataset is None and environment_factory is None:
         yield "There is no training dataset. Give `train_dataset`, with a column `prompt`."
     if eval_dataset is None and evaluates(args):
-        yield (
-            "`eval_strategy` or `eval_on_start` asks for an evaluation, and there is no `eval_dataset`. Give one, or remove them."
-        )
+        yield "`eval_strategy` or `eval_on_start` asks for an evaluation, and there is no `eval_dataset`. Give one."
     if not rewards and environment_factory is None:
         yield "There is no reward. Give `reward_funcs`, or an `environment_factory` with rewards."
 
@@ -225,8 +214,7 @@ def _problems_of_metric(metric: str, eval_dataset: Any, rewards: list[Any]) -> I
 
 
 def _problems_of_callables(given: Mapping[str, Any], train_dataset: Any) -> Iterator[str]:
-    """Yield a problem for each argument that is no list of callbacks, no list of tools, or cannot be called, and for
-    tools that completions of texts would call."""
+    """Yield a problem for each of callbacks, tools and functions that is no such thing, or is never called."""
     if (callbacks := given.get("callbacks")) is not None and not (
         isinstance(callbacks, list) and all(hasattr(each, "on_train_begin") for each in callbacks)
     ):
@@ -254,10 +242,7 @@ def _problems_of_optimizer(model: Any, optimizer: Any, peft_config: Any) -> Iter
         yield f"`optimizers` has {optimizer!r}, which is no optimizer. Make one with the parameters of the model, or choose `optim`."
     elif not isinstance(model, nn.Module) or peft_config is not None:
         what = "is yet to be loaded" if peft_config is None else "is yet to get the adapter of `peft_config`"
-        yield (
-            f"`optimizers` has an optimizer, and the model {what}: it would update other parameters. Give the loaded model, with its "
-            "adapter, or choose `optim`."
-        )
+        yield f"`optimizers` has an optimizer, and the model {what}. Give the loaded model, or choose `optim`."
     elif not {id(p) for group in optimizer.param_groups for p in group["params"]} & {*map(id, model.parameters())}:
         yield "`optimizers` has an optimizer of another model's parameters. Make it with those of the model that is given."
 
@@ -300,8 +285,7 @@ def _config_of(model: str, args: Any) -> Any:
 
 
 def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -> Iterator[str]:
-    """Yield problems of a model with this `config` that is yet to be loaded, and of the adapter that it will get, as
-    far as they are known from its layers."""
+    """Yield problems of a model with this `config`, before it is loaded, and of its adapter, from its layers."""
     if config is None:
         return
     cls = getattr(transformers, (config.architectures or [""])[0], None)

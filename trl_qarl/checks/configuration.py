@@ -133,8 +133,7 @@ def check_gradient_checkpointing(config) -> Iterator[str]:
 
 
 def check_optimizer(config) -> Iterator[str]:
-    """Yield the reason why transformers cannot make the optimizer here, such as a missing package. Some ask for the
-    model first."""
+    """Yield why transformers cannot make the optimizer here, except for those that ask for the model first."""
     if config.optim in MUONS:
         return
     try:
@@ -201,8 +200,7 @@ def refused_by_all(config) -> Iterator[str]:
 
 
 def low_precision_masters(config, dtype: torch.dtype | str | None) -> Iterator[str]:
-    """Yield the problem of masters in `dtype`, or of a text that names no dtype; none for float32, or if the dtype is
-    only known after loading."""
+    """Yield the problem of masters in `dtype`, none for float32 or one that is only known after loading."""
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(named, torch.dtype) or (named.is_floating_point and named.itemsize >= 4):
         if isinstance(dtype, str) and dtype not in ("auto", "float32"):

@@ -64,10 +64,7 @@ _LAUNCHES_BY_FILES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """
-    Settings of `accelerate launch`: plugins of FSDP and DeepSpeed, `None` without, a `ParallelismConfig`, and the
-    backend of compilation.
-    """
+    """Settings of `accelerate launch`: plugins of FSDP and DeepSpeed, parallelism, and the backend of compilation."""
 
     fsdp: Any = None
     deepspeed: Any = None
@@ -119,8 +116,7 @@ def _asks_for(backend: str) -> bool:
 
 
 def problems_of_launch(launch: Launch, args: Any, has_adapter: bool, is_in_4bit: bool) -> Iterator[str]:
-    """Yield problems of the settings of `accelerate launch` with `args`, an adapter, and a base in bitsandbytes' 4
-    bits."""
+    """Yield problems of the settings of `accelerate launch` with `args`, an adapter, and a base in 4 bits."""
     if launch.parallelism is not None:
         yield from _problems_of_parallelism(launch)
     if launch.dynamo != DynamoBackend.NO:
@@ -146,10 +142,7 @@ def _problems_of_parallelism(launch: Launch) -> Iterator[str]:
             "Launch with FSDP2, of whose `parallelism_config` only dp_replicate_size and dp_shard_size may be above 1, or with DDP."
         )
     elif launch.fsdp is None:
-        yield (
-            "accelerate was launched with a `parallelism_config` and without FSDP2, which is untested. Remove it: DDP and DeepSpeed "
-            "need none (`accelerate launch --multi_gpu`)."
-        )
+        yield "accelerate was launched with a `parallelism_config` and without FSDP2, which is untested. Remove it."
 
 
 def problems_of_ignored_sharding(launch: Launch, device: str, num_processes: int) -> Iterator[str]:
@@ -236,8 +229,7 @@ def problems_of_precision(args: Any) -> Iterator[str]:
 
 
 def problems_of_resumed_launch(launch: Launch, folder: str | Path) -> Iterator[str]:
-    """Yield a problem if the checkpoint in `folder` was written by a launch whose optimizer state this one cannot
-    load."""
+    """Yield a problem if this launch cannot load the optimizer state of the checkpoint in `folder`."""
     theirs = _launch_of(folder)
     if theirs not in (None, launch.name):
         yield (
@@ -302,15 +294,9 @@ def _problems_of_fsdp(plugin: Any, args: Any, has_adapter: bool, is_in_4bit: boo
                 "switched off. Use true"
             )
     if not isinstance(plugin.reshard_after_forward, bool):
-        yield (
-            f"fsdp_reshard_after_forward={plugin.reshard_after_forward!r}: a number reshards gathered weights over fewer "
-            "processes, which low-bit weights do not support. Use true or false"
-        )
+        yield f"fsdp_reshard_after_forward={plugin.reshard_after_forward!r}: low-bit weights take true or false"
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
-        yield (
-            "fsdp_auto_wrap_policy=SIZE_BASED_WRAP wraps parts of layers, and lists of layers, which have no forward. Use "
-            "TRANSFORMER_BASED_WRAP"
-        )
+        yield "fsdp_auto_wrap_policy=SIZE_BASED_WRAP wraps parts of layers. Use TRANSFORMER_BASED_WRAP"
     if args.save_only_model and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT:
         yield "save_only_model=True with fsdp_state_dict_type: SHARDED_STATE_DICT: parts are not saved alone. Use FULL_STATE_DICT"
     if args.sync_ref_model:
@@ -324,9 +310,7 @@ def _problems_of_fsdp(plugin: Any, args: Any, has_adapter: bool, is_in_4bit: boo
             "and torchao are known to. Use 'muon', 'muon_8bit' or 'adamw_torch_fused'"
         )
     if not args.quantize_learner:
-        yield (
-            "quantize_learner=False with FSDP2: FSDP2 gathers low-bit weights and no masters. Remove it, or launch with DDP"
-        )
+        yield "quantize_learner=False with FSDP2, which gathers low-bit weights only. Remove it, or use DDP"
 
 
 def _is_offloaded(plugin: Any) -> bool:
@@ -352,10 +336,7 @@ def _problems_of_zero(config: Mapping[str, Any], args: Any, has_adapter: bool) -
         if args.sync_ref_model:
             yield f"sync_ref_model=True with zero_stage=3: {_OTHER_LAUNCHES}"
         if zero.get("zero_quantized_weights"):
-            yield (
-                "zero_quantized_weights=true in DeepSpeed's configuration: low-bit weights would be made from masters rounded to 8 bits. "
-                "Remove it, or launch with FSDP2, which gathers low-bit weights"
-            )
+            yield "zero_quantized_weights=true with DeepSpeed: masters would be rounded to 8 bits. Remove it"
         if not zero.get("stage3_gather_16bit_weights_on_model_save"):
             yield "zero3_save_16bit_model=false with zero_stage=3: checkpoints would lack `model.safetensors`. Use true"
         if args.precisions is not None:

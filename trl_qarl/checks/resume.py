@@ -78,8 +78,7 @@ def state_settings(args: Any, config: Any, adapter: Mapping[str, Any] | None, op
 
 
 def check_states(folder: str | Path, settings: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if the states of the checkpoint in `folder` are of other [`state_settings`]; settings that
-    only one side knows are not compared."""
+    """Raise `ValueError` if the checkpoint in `folder` has other [`state_settings`], as far as both know them."""
     folder = Path(folder)
     if (folder / RESUME_FILE).is_file() and (changed := _differing_states(read_json(folder / RESUME_FILE), settings)):
         raise ValueError(explain_differences(folder, changed))

@@ -162,8 +162,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def as_dict(config: Any, name: str) -> dict[str, Any]:
-    """Return an option that is a dictionary: `{}` for `None`, and JSON text of the command line parsed. Anything else
-    raises `ValueError`."""
+    """Return a dictionary option, JSON text parsed, and `{}` for `None`; raise `ValueError` for anything else."""
     value = getattr(config, name)
     if isinstance(value, str):
         given = value

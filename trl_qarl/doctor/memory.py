@@ -65,8 +65,7 @@ class MemorySettings:
 
 
 def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedModel:
-    """Return a model without its weights, from its configuration. If there is no such model, `ValueError` names
-    `argument`."""
+    """Return a model without its weights. If there is no such model, `ValueError` names `argument`."""
     if is_adapter_folder(model):
         raise ValueError(f"{argument} {model} is an adapter. Name its base, {base_of(model)!r}.")
     try:
@@ -260,8 +259,7 @@ def _quantized(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _sizes_of_layers(model: nn.Module, low_bit_bytes: int) -> tuple[list[tuple[int, int]], int]:
-    """Return the bytes of the gathered weights of each decoder layer, and its number of weights, and the number of
-    weights outside of layers."""
+    """Return gathered bytes and number of weights of each decoder layer, and the number of other weights."""
     quantized = {id(weight): weight for weight in _quantized(model)}
     num_quantized = num_elements(quantized.values())
     layers: dict[str, tuple[int, int]] = {}
@@ -329,8 +327,7 @@ def check_host_memory(args: Any, model: Any, peft_config: Any) -> None:
 
 
 def launch_configuration(launch: str, num_gpus: int) -> dict[str, Any]:
-    """Return the content of a file for `accelerate launch --config_file` on one machine: TRL's file, with settings of
-    this launch."""
+    """Return the content of a file for `accelerate launch --config_file`: TRL's, with settings of this launch."""
     is_sharded = launch != "ddp"
     name = "fsdp2" if is_sharded else "multi_gpu" if num_gpus > 1 else "single_gpu"
     configuration = yaml.safe_load((files("trl") / f"accelerate_configs/{name}.yaml").read_text())

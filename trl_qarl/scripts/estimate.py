@@ -198,8 +198,7 @@ class _Layout:
 
 
 def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> Iterator[_Layout]:
-    """Yield layouts that are not refused, those without offload first, each launch in the order of `LAUNCHES`. DDP
-    takes no gradients in bfloat16."""
+    """Yield layouts that are not refused: those without offload first, then in the order of `LAUNCHES`."""
     from ..doctor.memory import LAUNCHES, on_gpu, on_host
     from ..quantization.inventory import Inventory
     from ..quantization.weight import TransposedSource
@@ -253,8 +252,7 @@ def _server(model, num_left: int, served: float) -> tuple[int, int, int] | None:
 
 
 def _commands(args: Namespace, layout: _Layout, targets: list[str], length: str) -> Iterator[str]:
-    """Yield the commands of servers, if there are any here, and of the learner, which has the first GPUs. Engines take
-    sequences of this `length`."""
+    """Yield the commands of servers here, if any, and of the learner on the first GPUs, for this `length`."""
     scheme = args.scheme if isinstance(args.scheme, str) else json.dumps(args.scheme)
     options = ["--scheme", scheme]
     for option in ("group_size", "exclude_modules"):

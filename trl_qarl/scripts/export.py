@@ -22,12 +22,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         epilog="Master weights saved by `trl-qarl train` include their training settings; only other weights need --scheme.",
     )
     add = parser.add_argument
-    add(
-        "--model_name_or_path",
-        required=True,
-        metavar="MODEL",
-        help="master weights: hub id or folder; or a folder with an adapter",
-    )
+    of_masters = "master weights: hub id or folder; or a folder with an adapter"
+    add("--model_name_or_path", required=True, metavar="MODEL", help=of_masters)
     add("--output_dir", required=True, metavar="DIR", help="folder to write")
     add_plan_options(parser, default=None)
     add(
@@ -36,12 +32,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         help="dtype in which the engine will run the model: that of scales and of tensors that are not quantized "
         "(default: the one used in training, else bfloat16)",
     )
-    add(
-        "--bits",
-        type=int,
-        metavar="N",
-        help="fewer bits than the scheme's, for 'w4a16' and 'w3a16'; the checkpoint stays INT4",
-    )
+    fewer = "fewer bits than the scheme's, for 'w4a16' and 'w3a16'; the checkpoint stays INT4"
+    add("--bits", type=int, metavar="N", help=fewer)
     add(
         "--gguf",
         metavar="FILE",
@@ -72,9 +64,7 @@ def main(args: Namespace) -> int:
         gguf = None if args.gguf is None else read_base(args.gguf)
         repo_id = _check_push(args)
         if is_low_bit_checkpoint(args.model_name_or_path, args.model_revision):
-            raise ValueError(
-                f"{args.model_name_or_path} is a low-bit checkpoint already. Name the folder of the masters."
-            )
+            raise ValueError(f"{args.model_name_or_path} is a low-bit checkpoint already. Name that of the masters.")
         check_export_dir(args.output_dir)
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         model, report, settings = _policy_of_masters(args, hub_kwargs)
@@ -131,9 +121,7 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
         else:
             model = create_model_from_path(source, dtype="auto", **hub_kwargs)
     except SafetensorError as error:
-        raise ValueError(
-            f"A weight file of {source} is damaged or cut off ({error}). Copy it again, or export an earlier checkpoint."
-        ) from error
+        raise ValueError(f"A weight file of {source} is damaged or cut off ({error}). Copy it again.") from error
     plan = _plan_at(args.bits, plan_of(settings), has_adapter)
     scale_dtype = getattr(torch, settings["scale_dtype"])
     arguments = {"exclude_modules": settings["exclude_modules"], "scale_dtype": scale_dtype}
@@ -172,9 +160,7 @@ def _check_push(args: Namespace) -> str | None:
     if not args.push_to_hub:
         for option in ("hub_model_id", "hub_private_repo", "hub_revision"):
             if getattr(args, option):
-                raise ValueError(
-                    f"--{option} was given without --push_to_hub. Add --push_to_hub, or leave out --{option}."
-                )
+                raise ValueError(f"--{option} was given without --push_to_hub. Add that, or remove --{option}.")
         return None
     if args.hub_model_id is None:
         raise ValueError("--push_to_hub needs the repository: give --hub_model_id USER/NAME.")
@@ -203,12 +189,8 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
     file, or else the command line. `source` names the weights in messages. `ValueError` is raised if an option
     contradicts the record, or if there is neither a record nor `--scheme`.
     """
-    given = {
-        "scheme": args.scheme,
-        "group_size": args.group_size,
-        "exclude_modules": args.exclude_modules,
-        "scale_dtype": args.dtype,
-    }
+    given = {name: getattr(args, name) for name in ("scheme", "group_size", "exclude_modules")}
+    given["scale_dtype"] = args.dtype
     if record is None:
         if args.scheme is None:
             raise ValueError(f"{source} has no record of its training (no qarl.json). Give `--scheme`.")

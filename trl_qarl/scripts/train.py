@@ -62,15 +62,11 @@ def make_parser(prog: str | None = None) -> "TrlParser":
 
     from ..trainer.qarl_config import QaRLConfig
 
+    text = "Folder of the low-bit policy after training, `none` for nowhere; by default in `output_dir`, named after the scheme."
+
     @dataclass
     class ScriptArguments(GRPOScriptArguments):
-        export_dir: str | None = field(
-            default=None,
-            metadata={
-                "help": "Where the low-bit policy is exported to after training, `none` for nowhere. Defaults to a folder "
-                "in `output_dir` that is named after the scheme."
-            },
-        )
+        export_dir: str | None = field(default=None, metadata={"help": text})
 
     @dataclass
     class ModelArguments(ModelConfig):
@@ -217,8 +213,7 @@ def _read_file(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
 def _parse(
     parser: ArgumentParser, words: list[str], usual: Mapping[str, Any], of_file: Mapping[str, Any], problems: list[str]
 ) -> tuple[Namespace, list[str]]:
-    """Parse `words`, and add a problem for each option, there or `of_file`, whose value argparse refuses. It then gets
-    its `usual` value."""
+    """Parse `words`; an option that argparse refuses, also `of_file`, adds a problem and gets its `usual` value."""
 
     def refuse(message: str) -> NoReturn:
         raise _Refused(message)
@@ -262,8 +257,7 @@ def _without(words: list[str], name: str) -> list[str]:
 
 
 def _problems_of_effect(model_args: Any, usual: Mapping[str, Any], given: Set[str]) -> Iterator[str]:
-    """Yield a problem of options that have no effect, because the one that they belong to is missing. A recipe that
-    says `use_peft: false` may keep them."""
+    """Yield a problem of options without effect, as theirs is missing. A recipe may say `use_peft: false`."""
     for name, others in _ONLY_WITH.items():
         values = {other: getattr(model_args, other) for other in others}
         unused = [other for other, value in values.items() if value != usual[other] or (value and other in given)]
@@ -308,10 +302,7 @@ def _problems_of_rewards(names: list[str] | str, reward_model: str | None) -> It
             continue
         module_path = name.rpartition(".")[0]
         if name not in REWARDS and not module_path:
-            yield (
-                f"Unknown reward function {name!r}. Choose one of {REWARDS}, or give a dotted import path such as "
-                f"`my_rewards.{name}`."
-            )
+            yield f"Unknown reward function {name!r}. Choose one of {REWARDS}, or give a path such as `my_rewards.{name}`."
         package = module_path.partition(".")[0]
         # A YAML file may set PYTHONPATH for the training process.
         folders = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -407,7 +398,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
         else:
             if export_dir is None and training_args.push_to_hub:
                 problems.append(
-                    "--export_dir=none with --push_to_hub: the push uploads the export. Leave `--export_dir` out, or `--push_to_hub`."
+                    "--export_dir=none with --push_to_hub: the push uploads the export. Leave out one of them."
                 )
         training_args.model_init_kwargs = {
             "revision": model_args.model_revision,
@@ -444,8 +435,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
 
 
 def _write_policy(trainer: Any, export_dir: Path | None, dataset_name: str | None) -> None:
-    """Save the masters or the adapter, export the policy, and push it. A push that fails ends the command with its
-    exit code, once everything is written."""
+    """Save the masters or the adapter, export the policy and push it; exit only afterwards if the push failed."""
     from ..hub import PushFailed
     from ..quantization.inventory import Inventory
     from ..quantization.names import is_peft_model
@@ -489,8 +479,7 @@ def how_to_resume(output_dir: str) -> str:
 def _read_inputs(
     script_args: Any, config: Any, mixture: Any, only_local: bool = False
 ) -> tuple[list[Any], Any, Any, list[str]]:
-    """Import the rewards and load the datasets; return them, and the problems of what is missing then. If
-    `only_local`, a dataset of the Hub is not loaded."""
+    """Import the rewards and load the datasets, none of the Hub if `only_local`; return them, and problems."""
     from datasets.exceptions import DatasetsError
 
     from ..checks.content import evaluates
@@ -540,8 +529,7 @@ def _load_dataset(script_args, dataset_args):
 
 
 def run(argv: list[str]) -> None:
-    """Train with the options `argv` of a launched process. A wrong one ends it with exit code 2, and a signal, as that
-    of Ctrl-C, with 128 plus its number."""
+    """Train in a launched process. Exit codes are 2 for a wrong option, and 128 plus the number of a signal."""
     with configuration_errors():
         from accelerate.commands.launch import launch_command_parser
 

@@ -88,18 +88,13 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         from ..sync.publisher import check_ranks, largest_chunk
 
         model = shapes_of(args.model, args.trust_remote_code, "--model")
-        own = {word.partition("=")[0].replace("_", "-") for word in vllm_args} & {
-            "--tokenizer",
-            "--skip-tokenizer-init",
-        }
-        needs_one = Path(args.model).is_dir() and not own and not args.print_command
-        if needs_one and not has_tokenizer(args.model):
+        names = {word.partition("=")[0].replace("_", "-") for word in vllm_args}
+        needs_tokenizer = not ({"--tokenizer", "--skip-tokenizer-init"} & names or args.print_command)
+        if needs_tokenizer and Path(args.model).is_dir() and not has_tokenizer(args.model):
             raise ValueError(f"{args.model} has no tokenizer. Save it there with `tokenizer.save_pretrained`.")
         if problem := problem_of_context(model, "--max-model-len", context_length(vllm_args)):
             raise ValueError(problem)
-        chunk = largest_chunk(model, getattr(torch, args.dtype))
-        pictures = engine_arguments(model)
-        lora = {}
+        chunk, pictures, lora = largest_chunk(model, getattr(torch, args.dtype)), engine_arguments(model), {}
         if args.max_lora_rank:
             head = model.get_output_embeddings()
             linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
@@ -158,8 +153,7 @@ def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:
         return None
     if is_low_bit_checkpoint(args.model):
         # The files say which layers are in low bits, and in which groups.
-        return quantization_config(
-            Inventory.of(load_frozen_model(args.model, trust_remote_code=args.trust_remote_code))
-        )
-    prepare_model(model, plan, exclude_modules=args.exclude_modules)
+        model = load_frozen_model(args.model, trust_remote_code=args.trust_remote_code)
+    else:
+        prepare_model(model, plan, exclude_modules=args.exclude_modules)
     return quantization_config(Inventory.of(model))

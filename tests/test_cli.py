@@ -138,7 +138,7 @@ def test_processes_that_accelerate_would_not_start_are_named(monkeypatch, train_
 
     monkeypatch.setattr(launch, "simple_launcher", launch.simple_launcher)
     said = refused(capsys, "train", *train_argv, "--cpu", "--num_processes", "2", "--ddp_backend", "gloo")
-    assert "num_processes=2, and without several GPUs accelerate would start one process. Add `--multi_gpu`" in said
+    assert "num_processes=2, and accelerate would start one without several GPUs. Add `--multi_gpu`" in said
 
 
 def test_the_command_becomes_the_one_process_of_a_launch(monkeypatch, train_argv, tmp_path):

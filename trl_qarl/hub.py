@@ -133,8 +133,8 @@ def create_repository(name: str, token: str | None = None, private: bool | None 
         return HfApi().create_repo(name, token=token, private=private, exist_ok=True).repo_id
     except Exception as error:
         raise PushFailed(
-            f"push_to_hub was given, but the repository {name} could not be created: {error!r} from {constants.ENDPOINT}\nNothing else has been done "
-            "yet. Remove `push_to_hub` to continue without the Hub, and push the result later."
+            f"push_to_hub was given, but the repository {name} could not be created: {error!r} from {constants.ENDPOINT}\n"
+            "Nothing has been done yet. Remove `push_to_hub` to continue without the Hub, and push the result later."
         ) from error
 
 
@@ -150,6 +150,6 @@ def upload(
         return HfApi().upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=[".*"], **options)
     except Exception as error:  # httpx, hf_xet and huggingface_hub have no common class
         raise PushFailed(
-            f"The push to {repo_id} failed: {error!r} from {constants.ENDPOINT}\nNothing is lost: everything is saved in {folder}. To push it again:\n"
-            f"  {shlex.join(argv)}"
+            f"The push to {repo_id} failed: {error!r} from {constants.ENDPOINT}\n"
+            f"Nothing is lost: everything is saved in {folder}. To push it again:\n  {shlex.join(argv)}"
         ) from error

@@ -59,9 +59,6 @@ def test_sharding_that_accelerate_leaves_out_is_refused(monkeypatch, name):
 def test_what_cannot_shard_is_refused_by_name():
     plugin = fsdp(fsdp_version=1, reshard_after_forward="FULL_SHARD", cpu_ram_efficient_loading=False)
     refused(launched(plugin), "Use `fsdp_version: 2`")
-    plugin = fsdp()
-    plugin.reshard_after_forward = 2
-    refused(launched(plugin), "fsdp_reshard_after_forward=2")
     refused(launched(fsdp(auto_wrap_policy="size_based_wrap")), "SIZE_BASED_WRAP")
     for options, message in (
         ({"optim": "adafactor"}, "optim='adafactor' with FSDP2"),

@@ -62,21 +62,17 @@ def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool
         return
     if not is_nf4(quantization_config):
         yield (
-            f"quantization_config={type(quantization_config).__name__} is not supported: the master weights must stay in high "
-            f"precision, and below an adapter only `BitsAndBytesConfig(load_in_4bit=True)` is supported. Remove it; "
-            f"scheme={args.scheme!r} quantizes the forward."
+            f"quantization_config={type(quantization_config).__name__} is not supported: masters stay in high precision, and "
+            "below an adapter only `BitsAndBytesConfig(load_in_4bit=True)` is supported. Remove it; the scheme quantizes."
         )
         return
     given = "quantization_config with load_in_4bit=True and"
     if not has_adapter:
-        yield (
-            f"{given} no adapter is not supported: 4-bit weights take no gradient, and there are no master weights. Give `peft_config`, or "
-            f"remove `quantization_config`: scheme={args.scheme!r} quantizes the forward."
-        )
+        yield f"{given} no adapter is not supported: 4-bit weights take no gradient. Give `peft_config`, or remove it."
     if args.is_quantized:
         yield (
-            f"{given} scheme={args.scheme!r} is not supported: the layers would be quantized twice. Use scheme='bf16', which is TRL's "
-            "QLoRA, or remove `quantization_config`: the base of an adapter is frozen in the low bits of the scheme."
+            f"{given} scheme={args.scheme!r} is not supported: the layers would be quantized twice. Use scheme='bf16' for "
+            "TRL's QLoRA, or remove `quantization_config`: the base of an adapter is frozen in the scheme's bits."
         )
     if args.use_vllm:
         yield f"{given} use_vllm=True is not supported: vLLM 0.31 has no layers for its bits. Use `use_vllm=False`."
@@ -96,10 +92,8 @@ def problems_of_adapter(config: Any, is_served: bool = False, is_merged: bool = 
         reason = REFUSED_BY_LORA.get(name, "its effect on a low-bit base is untested; leave it out")
         yield f"peft_config: {name}={value!r} is not supported: {reason}."
     if config.init_lora_weights not in _INITIALISATIONS:
-        yield (
-            f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported: it changes the base weights, or "
-            f"needs them in high precision. Choose one of {list(_INITIALISATIONS)}."
-        )
+        why = f"it changes the base weights or needs their masters. Choose one of {list(_INITIALISATIONS)}"
+        yield f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported: {why}."
     if config.lora_alpha == 0:
         yield "peft_config: lora_alpha=0 multiplies the adapter by 0, so nothing would be trained. Use twice the rank `r`."
     if is_served and config.r > ENGINE_RANKS[-1]:
@@ -112,10 +106,7 @@ def problems_of_adapted_model(model: Any) -> Iterator[str]:
     """Yield problems of the adapters inside `model`, a `PeftModel`, except TRL's `ref`."""
     names = [name for name in model.peft_config if name != "ref"]
     if names != [ADAPTER_NAME]:
-        yield (
-            f"The model has the adapters {names}, but only {ADAPTER_NAME!r} is trained. Load only that one: "
-            f"`PeftModel.from_pretrained(base, folder, adapter_name={ADAPTER_NAME!r}, is_trainable=True)`."
-        )
+        yield f"The model has the adapters {names}, but only {ADAPTER_NAME!r} is trained. Load only that one."
         return
     if list(model.active_adapters) != [ADAPTER_NAME]:
         yield f"The active adapters are {list(model.active_adapters)}. Call `model.set_adapter({ADAPTER_NAME!r})`."
@@ -135,8 +126,8 @@ def _problems_of_targets(model: Any) -> Iterator[str]:
     if adapted := [name for name in wrapped if name in around]:
         decoder = next(name for name, module in base.named_modules() if module is base.get_decoder())
         yield (
-            f"peft_config: target_modules names {adapted[0]!r} and {len(adapted) - 1} more {around[adapted[0]]}, where adapters are "
-            f"untested and not served by vLLM. Name only layers of the language model: target_modules={rf'{decoder}.*_proj'!r}."
+            f"peft_config: target_modules names {adapted[0]!r} and {len(adapted) - 1} more {around[adapted[0]]}, which vLLM "
+            f"does not serve. Name only layers of the language model: target_modules={rf'{decoder}.*_proj'!r}."
         )
     for name, module in wrapped.items():
         named = f"peft_config: target_modules names {name!r}"

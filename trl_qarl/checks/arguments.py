@@ -161,7 +161,7 @@ def problems_of_arguments(
     optimizer = optimizers[0] if _is_pair(optimizers) else None
     yield from check_optimizer(args) if optimizer is None else _problems_of_optimizer(model, optimizer, peft_config)
     if not _is_pair(optimizers):
-        yield f"`optimizers` is of type {type(optimizers).__name__}. Give a pair of an optimizer and a schedule, either of which may be `None`."
+        yield f"`optimizers` is of type {type(optimizers).__name__}. Give a pair of an optimizer and a schedule, or `None`."
     yield from problems_before_loading(args, model, config, peft_config, optimizer, launch)
     yield from fit_generation_batch(args, train_dataset)
 
@@ -182,10 +182,8 @@ def _problems_of_colocation(args: Any) -> Iterator[str]:
     if args.vllm_enable_sleep_mode and args.use_cpu:
         yield "vllm_enable_sleep_mode=True with use_cpu=True: vLLM sleeps on GPUs only. Remove `vllm_enable_sleep_mode`."
     if args.world_size % args.vllm_tensor_parallel_size:
-        yield (
-            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} must divide the number of processes, {args.world_size}: they share "
-            "the engines. Launch more (`accelerate launch --num_processes`), or lower it."
-        )
+        size = f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}"
+        yield f"{size} must divide the number of processes, {args.world_size}, which share engines. Change one of them."
 
 
 def problems_of_absence(
@@ -207,10 +205,8 @@ def _problems_of_metric(metric: str, eval_dataset: Any, rewards: list[Any]) -> I
     functions = [reward for reward in rewards if callable(reward) and not isinstance(reward, nn.Module)]
     may_be_logged = any("log_metric" in inspect.signature(function).parameters for function in functions)
     if not ("/" in name or name in (*_METRICS, *losses) or may_be_logged):
-        yield (
-            f"metric_for_best_model={metric!r} is no metric of an evaluation. Give one of {[*losses, *_METRICS]}, or one that a reward "
-            "logs by its argument `log_metric`."
-        )
+        fix = f"Give one of {[*losses, *_METRICS]}, or one that a reward logs by `log_metric`"
+        yield f"metric_for_best_model={metric!r} is no metric of an evaluation. {fix}."
 
 
 def _problems_of_callables(given: Mapping[str, Any], train_dataset: Any) -> Iterator[str]:
@@ -294,10 +290,10 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
         return
     method = method_of(getattr(config, "quantization_config", None))
     if method in DEQUANTIZED and args.use_vllm and not args.is_quantized:
+        scheme, cls = "mxfp4a16" if method == "mxfp4" else "fp8", DEQUANTIZED[method].__name__
         yield (
-            f"scheme={args.scheme!r} with a checkpoint in {method}: vLLM would make layers of it too. Use a low-bit scheme, such as "
-            f"{'mxfp4a16' if method == 'mxfp4' else 'fp8'!r}, or save the model in high precision (`{DEQUANTIZED[method].__name__}(dequantize=True)`) "
-            "and start from that."
+            f"scheme={args.scheme!r} with a checkpoint in {method}: vLLM would make layers of it too. Use a low-bit scheme, "
+            f"such as {scheme!r}, or start from the model saved in high precision (`{cls}(dequantize=True)`)."
         )
     if is_low_bit(getattr(config, "quantization_config", None)):
         # Its tensors tell which layers are in low bits.

@@ -84,8 +84,8 @@ def _explain(args: Any, num_prompts: int) -> str:
     needs = _prompts(args, steps[0] if args.chooses_steps else given)
     possible = [steps for steps in steps if _prompts(args, steps) <= num_prompts]
     fix = f"Give steps_per_generation={possible[-1]} at most" if possible else "Lower `per_device_train_batch_size`"
+    sizes = f"per_device_train_batch_size={args.per_device_train_batch_size}, {args.world_size} processes"
     return (
-        f"The training dataset has {num_prompts} prompt{'s' if num_prompts > 1 else ''}, and {name} needs {needs} (per_device_train_batch_size="
-        f"{args.per_device_train_batch_size}, {args.world_size} processes, num_generations={args.num_generations}): an incomplete batch is "
-        f"dropped, so nothing would be trained. {fix}, or add prompts."
+        f"The training dataset has {num_prompts} prompt{'s' if num_prompts > 1 else ''}, and {name} needs {needs} ({sizes}, "
+        f"num_generations={args.num_generations}): nothing would be trained. {fix}, or add prompts."
     )

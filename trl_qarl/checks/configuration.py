@@ -59,11 +59,9 @@ def check_scheme(config) -> Iterator[str]:
 def check_turns(config) -> Iterator[str]:
     num_micro_batches = config.steps_per_generation * config.num_iterations
     if config.precisions is not None and num_micro_batches % config.gradient_accumulation_steps != 0:
-        yield (
-            f"{quote_options(config, 'precisions', 'steps_per_generation', 'num_iterations')}: the {num_micro_batches} micro-batches of a generation "
-            "batch are not a whole number of updates, so one update would add gradients at different bits. Give a multiple of "
-            f"{quote_options(config, 'gradient_accumulation_steps')}."
-        )
+        given = quote_options(config, "precisions", "steps_per_generation", "num_iterations")
+        fix = f"Give a multiple of {quote_options(config, 'gradient_accumulation_steps')}"
+        yield f"{given}: an update would have micro-batches of {num_micro_batches} at different bits. {fix}."
 
 
 def check_numerics(config) -> Iterator[str]:
@@ -148,15 +146,10 @@ def check_optimizer(config) -> Iterator[str]:
 def check_generation_kwargs(config) -> Iterator[str]:
     given = as_dict(config, "generation_kwargs")
     if reshaping := sorted(GENERATION_KWARGS_THAT_RESHAPE & given.keys()):
-        yield (
-            f"generation_kwargs contains {reshaping}, which change the sampling, so the recorded sampling log-probs would be "
-            "wrong. Remove them; `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are separate options."
-        )
+        why = "which change the sampling, and its log-probs would be wrong"
+        yield f"generation_kwargs contains {reshaping}, {why}. Remove them; `temperature` and others are separate options."
     if config.use_vllm and (reshaping := sorted(VLLM_SAMPLING_KWARGS & given.keys())):
-        yield (
-            f"generation_kwargs contains {reshaping}, which change vLLM's samples or results, so sampling log-probs and "
-            "the learner's would differ. Remove them."
-        )
+        yield f"generation_kwargs contains {reshaping}, which change vLLM's samples or their log-probs. Remove them."
     refused = GENERATION_KWARGS_THAT_RESHAPE | (VLLM_SAMPLING_KWARGS if config.use_vllm else set())
     yield from _wrong_generation_kwargs(config, {name: given[name] for name in given if name not in refused})
 

@@ -198,9 +198,10 @@ def check_tokens(rows: Iterable[Sequence[int]], tokenizer: Any, vocab_size: int,
         if max(row, default=0) < vocab_size:
             continue
         if unknown := [token for token in row if token >= vocab_size and token not in placeholders]:
+            token = f"{tokenizer.convert_ids_to_tokens(unknown[0])!r} ({unknown[0]})"
             raise ValueError(
-                f"Prompt {place} of a batch has the token {tokenizer.convert_ids_to_tokens(unknown[0])!r} ({unknown[0]}), and the model has "
-                f"embeddings of {vocab_size}. Call `model.resize_token_embeddings(len(tokenizer))`, or give the model's own tokenizer."
+                f"Prompt {place} of a batch has the token {token}, and the model has embeddings of {vocab_size}. Call "
+                "`model.resize_token_embeddings(len(tokenizer))`, or give the model's own tokenizer."
             )
 
 
@@ -226,10 +227,8 @@ def _problems_of_template(model: Any, processing_class: Any, args: Any, tools: A
                 add_response_schema(copy(tokenizer))
         except Exception as error:
             # Code of a template raises any kind of error.
-            yield (
-                f"The chat template does not fit the first prompt or the tools ({type(error).__name__}: {error}). Change these, or give a "
-                "tokenizer with another `chat_template` as `processing_class`."
-            )
+            said = f"{type(error).__name__}: {error}"
+            yield f"The chat template does not fit the first prompt or the tools ({said}). Change these, or the template."
 
 
 def _tokenizer_of(model: Any, processing_class: Any, args: Any) -> Any:
@@ -254,10 +253,8 @@ def problems_of_reward(reward: Any, processing_class: Any) -> Iterator[str]:
         if generates:
             yield f"The reward model is a {type(reward).__name__}, which has no head for scores. {_WITH_HEAD}"
         elif type(reward).__name__.endswith(_CLASSIFIES) and getattr(reward.config, "num_labels", 1) != 1:
-            yield (
-                f"The reward model has a score for each of {[*reward.config.id2label.values()]}, and TRL takes the first. Give a function "
-                "that calls the model and chooses."
-            )
+            labels = [*reward.config.id2label.values()]
+            yield f"The reward model has a score for each of {labels}, and TRL takes the first. Give a function that chooses."
     elif not callable(reward):
         yield f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, a model or its name."
         return
@@ -304,10 +301,8 @@ def problems_of_content(
             yield from problems_of_prompts(data, name)
         for reward in reward_funcs if isinstance(reward_funcs, list) and has_texts(train_dataset) else []:
             if _reads_messages(reward):
-                yield (
-                    f"TRL's reward {getattr(reward, '__name__', reward)!r} reads messages, and the prompts are texts. Give prompts that are lists "
-                    "of messages, or another reward."
-                )
+                name = getattr(reward, "__name__", reward)
+                yield f"TRL's reward {name!r} reads messages, and the prompts are texts. Give messages, or another reward."
     yield from problems_of_tokenizer(model, processing_class)
     tools = tools or environment_factory
     yield from _problems_of_template(model, processing_class, args, tools, train_dataset, eval_dataset)
@@ -354,7 +349,7 @@ def _problems_of_columns(data: Any, reward_funcs: Any, name: str) -> Iterator[st
 def _problems_of_calls(reward_funcs: Any, columns: Iterable[str], name_of_data: str) -> Iterator[str]:
     """Yield a problem for each reward function that does not take TRL's arguments and the dataset's columns."""
     if taken := sorted({"prompts", "completions", "trainer_state", "log_extra", "log_metric"}.intersection(columns)):
-        yield f"The {name_of_data} dataset has the columns {taken}, which are names of a reward's own arguments. Rename them."
+        yield f"The {name_of_data} dataset has the columns {taken}, names of a reward's own arguments. Rename them."
         return
     own = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
     given = dict.fromkeys([*own, *(name for name in columns if name not in ("prompt", "completion"))])
@@ -365,7 +360,7 @@ def _problems_of_calls(reward_funcs: Any, columns: Iterable[str], name_of_data: 
             name = getattr(function, "__name__", type(function).__name__)
             yield (
                 f"The reward function {name!r} cannot be called: {error}. It gets {[*given]}, among them the columns of the "
-                f"{name_of_data} dataset, by name. Give the dataset the column that it needs, and the function `**kwargs` for the others."
+                f"{name_of_data} dataset, by name. Add a missing column, and `**kwargs` for those that it does not need."
             )
 
 

@@ -114,21 +114,14 @@ def check_names(argv: list[str], known: Iterable[str]) -> None:
 
 def add_plan_options(parser: ArgumentParser, default: str | None) -> None:
     """Add `--scheme`, with its default, `--group_size` and `--exclude_modules`."""
-    parser.add_argument(
-        "--scheme",
-        type=_scheme,
-        default=default,
-        metavar="SCHEME",
-        help=f"the learner's: one of {', '.join(SCHEMES)}; or JSON from patterns of layers' names to them"
-        + (" (default: %(default)s)" if default else ""),
-    )
+    text = f"the learner's: one of {', '.join(SCHEMES)}; or JSON from patterns of layers' names to them"
+    text += " (default: %(default)s)" if default else ""
+    parser.add_argument("--scheme", type=_scheme, default=default, metavar="SCHEME", help=text)
     parser.add_argument("--group_size", type=int, metavar="N", help="group size of the schemes that have groups")
-    parser.add_argument(
-        "--exclude_modules",
-        nargs="+",
-        metavar="NAME",
-        help="linear layers to leave in high precision: names, last components, or 're:' and an expression over the whole name",
+    text = (
+        "linear layers to leave in high precision: names, last components, or 're:' and an expression over whole names"
     )
+    parser.add_argument("--exclude_modules", nargs="+", metavar="NAME", help=text)
 
 
 def _scheme(text: str) -> Any:

@@ -26,19 +26,16 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     add("--model_name_or_path", required=True, metavar="MODEL", help=of_masters)
     add("--output_dir", required=True, metavar="DIR", help="folder to write")
     add_plan_options(parser, default=None)
-    add(
-        "--dtype",
-        choices=list(DTYPES),
-        help="dtype in which the engine will run the model: that of scales and of tensors that are not quantized "
-        "(default: the one used in training, else bfloat16)",
+    of_engine = (
+        "dtype of scales and unquantized tensors, in which an engine will run (default: that of training, or bfloat16)"
     )
+    add("--dtype", choices=list(DTYPES), help=of_engine)
     fewer = "fewer bits than the scheme's, for 'w4a16' and 'w3a16'; the checkpoint stays INT4"
     add("--bits", type=int, metavar="N", help=fewer)
-    add(
-        "--gguf",
-        metavar="FILE",
-        help="also write the policy for llama.cpp, as `model.gguf`: a copy of this GGUF file of the base model, with the trained weights",
+    for_llama = (
+        "also write `model.gguf` for llama.cpp: a copy of this GGUF file of the base model, with the trained weights"
     )
+    add("--gguf", metavar="FILE", help=for_llama)
     add("--push_to_hub", action="store_true", help="upload the checkpoint to the Hub afterwards")
     add("--hub_model_id", metavar="USER/NAME", help="repository to push to; created if missing")
     add("--hub_private_repo", action="store_true", help="create a private repository")
@@ -131,10 +128,8 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     else:
         keep_scales(model, source, args.model_revision)
         if "base" in settings and not fixed_scales(model):
-            raise ValueError(
-                f"{source} was trained with the scales of a quantized checkpoint (qarl.json), but has no {SCALES_FILE}. Copy it from "
-                "the output directory of the training."
-            )
+            where = "Copy it from the output directory of the training"
+            raise ValueError(f"{source} was trained with scales of a checkpoint, but has no {SCALES_FILE}. {where}.")
         report = prepare_model(model, plan, **arguments)
         if scales := settings.get("global_scales"):
             share_global_scales(Inventory.of(model).layers, scales)
@@ -203,8 +198,7 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
         if value is not None and value not in (record.get(name), [record.get(name)]):
             option = "dtype" if name == "scale_dtype" else name
             raise ValueError(
-                f"--{option}={value!r} contradicts the {record.get(name)!r} with which {source} was trained (qarl.json): "
-                f"the policy would not be the one that was trained. Leave `--{option}` out, or delete qarl.json to "
-                "quantize the master weights differently."
+                f"--{option}={value!r} contradicts the {record.get(name)!r} with which {source} was trained (qarl.json). "
+                f"Leave `--{option}` out, or delete qarl.json to quantize the master weights differently."
             )
     return record

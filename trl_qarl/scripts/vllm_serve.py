@@ -31,41 +31,21 @@ def make_parser(prog: str) -> ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="hub id or local directory; only configuration and tokenizer are read")
     add_plan_options(parser, default="w4a16")
-    add(
-        "--dtype",
-        default="bfloat16",
-        choices=["bfloat16", "float16", "float32"],
-        help="the learner's compute dtype: bfloat16 with bf16=True, float32 without (default: %(default)s)",
-    )
-    add(
-        "--max_lora_rank",
-        type=int,
-        metavar="RANK",
-        help="for a learner that trains a LoRA adapter: its rank `r`, or a larger one",
-    )
-    add(
-        "--numerics",
-        default="fast",
-        choices=["fast", "engine"],
-        help="the learner's; `engine` makes an engine on a GPU slower and repeatable, and has no effect on a CPU, where every "
-        "engine is repeatable (default: %(default)s)",
-    )
+    text = "the learner's compute dtype: bfloat16 with bf16=True, float32 without (default: %(default)s)"
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help=text)
+    text = "for a learner that trains a LoRA adapter: its rank `r`, or a larger one"
+    add("--max_lora_rank", type=int, metavar="RANK", help=text)
+    text = "the learner's; `engine` makes an engine on a GPU slower and repeatable, as every engine is on a CPU"
+    add("--numerics", default="fast", choices=["fast", "engine"], help=f"{text} (default: %(default)s)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    add(
-        "--transport",
-        choices=["file", "nccl"],
-        help="how weights arrive (default: nccl on a GPU that other hosts can reach by --host, unless --transfer_dir is given, else file)",
-    )
-    add(
-        "--transfer_dir",
-        help="directory for the file transport, shared with the trainer's host (default: in shared memory)",
-    )
-    add(
-        "--token_file",
-        help="file with the secret that a trainer must know, created if missing; for a trainer on another host, "
-        "copy it there and name the copy with --vllm_token_file (default: in the transfer directory)",
-    )
+    text = "how weights arrive (default: file; nccl on a GPU that other hosts reach by --host, without --transfer_dir)"
+    add("--transport", choices=["file", "nccl"], help=text)
+    text = "directory for the file transport, shared with the trainer's host (default: in shared memory)"
+    add("--transfer_dir", help=text)
+    text = "file with the secret that a trainer must know, created if missing; for a trainer on another host, copy it there "
+    text += "and name the copy with --vllm_token_file (default: in the transfer directory)"
+    add("--token_file", help=text)
     add("--trust_remote_code", action="store_true", help="run code that comes with the model")
     add("--print_command", action="store_true", help="print the plain vLLM command and exit")
     return parser

@@ -207,13 +207,7 @@ def test_commands_of_a_card_serve_the_policy(tmp_path, hidden, name):
     program, subcommand, *arguments = shlex.split(serve)
     assert (program, subcommand) == ("vllm", "serve")
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *arguments]
-    server += [
-        "--enforce-eager",
-        "--max-model-len",
-        "64",
-        "--max-num-seqs",
-        "4",
-    ]
+    server += ["--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "4"]
     server += ["--host", "127.0.0.1", "--port", str(port)]
     env = hidden | {"VLLM_CPU_INT4_W4A8": "0", "TORCH_COMPILE_DISABLE": "1"}
     # vLLM takes a share of all memory, and does not start if other processes use too much of it.

@@ -54,13 +54,6 @@ def test_type_checking_imports_match_the_lazy_ones():
     assert set(trl_qarl.__all__) == {*imported, "__version__"}
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_command_says_nothing_of_torchao():
-    said = run_python("-m", "trl_qarl.cli", "doctor").stderr
-    assert "torchao" not in said and "register_constant" not in said
-
-
 @pytest.mark.slow
 def test_who_imports_torchao_first_hears_what_it_says():
     code = f"""

@@ -699,7 +699,8 @@ def test_a_yaml_file_is_read_as_it_is_meant(train_argv, tiny_dataset, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "kind"), [("dataset_name", ["a.json"], "list"), ("export_dir", False, "bool")]
+    ("name", "value", "kind"),
+    [("dataset_name", ["a.json"], "list"), ("model_name_or_path", {"a": 1}, "dict"), ("export_dir", False, "bool")],
 )
 def test_what_is_no_path_in_a_yaml_file_is_named(train_argv, tmp_path, name, value, kind):
     with pytest.raises(Problems) as said:

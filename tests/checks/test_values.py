@@ -101,5 +101,6 @@ def test_problems_of_trl_join_those_of_ours(tmp_path):
 
 def test_numbers_of_numpy_and_infinite_bounds_are_taken(tmp_path):
     numbers = {"max_steps": numpy.int64(3), "learning_rate": numpy.float32(0.5), "reward_weights": [1, 0.5]}
-    c = config(tmp_path, max_grad_norm=INF, positive_epsilon_high=INF, **numbers)
+    others = {"rollout_ahead": numpy.int64(0), "mismatch_cap": 3, "exclude_modules": "lm_head"}
+    c = config(tmp_path, max_grad_norm=INF, positive_epsilon_high=INF, **numbers, **others)
     assert (c.max_steps, c.learning_rate, c.reward_weights) == (3, 0.5, [1, 0.5])

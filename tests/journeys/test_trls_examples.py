@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import trl
 from journeys import MARKS
-from test_scripts import MAKES_REWARD_MODEL
 
 from testing_utils import make_tiny_tokenizer
 from testing_utils.pictures import make_tiny_picture_model, needs_torchvision
@@ -239,6 +238,15 @@ trainer = GRPOTrainer(
     train_dataset=Dataset.from_dict({{"prompt": [f"{{n}} +" for n in range(4)], "task": ["math", "code"] * 2}}),
 )
 {END}"""
+
+
+MAKES_REWARD_MODEL = """
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+config = AutoConfig.from_pretrained("model", num_labels=1, pad_token_id=0)
+AutoModelForSequenceClassification.from_config(config).save_pretrained("reward")
+AutoTokenizer.from_pretrained("model").save_pretrained("reward")
+"""
 
 
 def test_models_and_functions_reward_with_weights(user):

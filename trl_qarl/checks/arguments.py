@@ -19,13 +19,7 @@ from ..checkpoint.files import check_writable
 from ..checkpoint.load import DEQUANTIZED, check_release, is_low_bit, method_of, skeleton
 from ..checkpoint.record import check_config
 from ..quantization.names import base_model, is_peft_model
-from .adapter import (
-    is_nf4,
-    problems_of_adapter,
-    problems_of_options,
-    problems_of_quantized_base,
-    problems_of_start,
-)
+from .adapter import is_nf4, problems_of_adapter, problems_of_options, problems_of_quantized_base, problems_of_start
 from .batches import fit_generation_batch
 from .configuration import check_optimizer, low_precision_masters
 from .content import (

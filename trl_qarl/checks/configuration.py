@@ -22,12 +22,7 @@ from ..hub import problem_of_push
 from ..options import CHOICES, MUONS, optimizer_name
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from .problems import quote_options
-from .refused import (
-    GENERATION_KWARGS_THAT_RESHAPE,
-    MODEL_INIT_KWARGS_REFUSED,
-    REFUSED,
-    VLLM_SAMPLING_KWARGS,
-)
+from .refused import GENERATION_KWARGS_THAT_RESHAPE, MODEL_INIT_KWARGS_REFUSED, REFUSED, VLLM_SAMPLING_KWARGS
 from .values import as_dict
 
 

@@ -138,11 +138,13 @@ def test_a_base_rounds_activations_as_in_training(learned, name, rounds):
     assert is_rounded == rounds
 
 
-def test_pages_serve_an_export_as_its_card_does():
+def test_pages_serve_an_export_as_its_card_does(tmp_path):
     """What the commands of the pages serve is compared in tests/journeys."""
-    commands = serve_command("out/w4a16", "bfloat16"), serve_command("deploy", "bfloat16", 16)
-    for page, command in zip(("publish_and_serve", "adapters"), commands, strict=True):
-        assert f"\n{command}" in (ROOT / "docs" / f"{page}.md").read_text()
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    assert f"\n{serve_command(tmp_path, 'out/w4a16')}" in (ROOT / "docs" / "publish_and_serve.md").read_text()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 16}')
+    assert f"\n{serve_command(tmp_path, 'deploy')}\n" in (ROOT / "docs" / "adapters.md").read_text()
 
 
 def test_command_of_the_masters_card_exports_the_policy(tiny_model, tmp_path, monkeypatch, capsys):

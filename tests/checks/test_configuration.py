@@ -34,10 +34,7 @@ REFUSED = [
     ({"generation_kwargs": {"disable_compile": False}}, "'disable_compile', for which TRL gives `True`"),
     ({"generation_kwargs": {"eos_token_id": "</s>"}}, "eos_token_id='</s>', and a token is its number"),
     ({"generation_kwargs": {"cache_implementation": "static"}, "bf16": True}, "cache is made in the masters' dtype"),
-    (
-        {"generation_kwargs": {"cache_implementation": "quantized"}, "bf16": True, "numerics": "engine"},
-        "default cache",
-    ),
+    ({"generation_kwargs": {"cache_implementation": "quantized"}, "bf16": True, "numerics": "exact"}, "default cache"),
     ({"generation_kwargs": {"max_new_tokens": 0}}, "transformers.GenerationConfig does not take them"),
     ({"gradient_checkpointing_kwargs": {"reentrant": False}}, "'reentrant'.*torch's `checkpoint` does not take"),
     ({"lora_mode": "merge"}, "lora_mode='merge'"),
@@ -85,16 +82,11 @@ def test_masters_in_16_bits_and_integers_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "is_here"),
-    [
-        ({"vllm_mode": "colocate"}, True),
-        ({"vllm_mode": "server", "vllm_server_autostart": True}, True),
-        ({"vllm_mode": "server"}, False),
-    ],
+    ("mode", "autostart", "is_here"), [("colocate", False, True), ("server", True, True), ("server", False, False)]
 )
-def test_a_scheme_unfit_for_the_gpu_is_refused_early(tmp_path, monkeypatch, options, is_here):
+def test_a_scheme_unfit_for_the_gpu_is_refused_early(tmp_path, monkeypatch, mode, autostart, is_here):
     """A server elsewhere has another GPU, and says so itself."""
-    made = config(tmp_path, scheme="fp8", use_vllm=True, **options)
+    made = config(tmp_path, scheme="fp8", use_vllm=True, vllm_mode=mode, vllm_server_autostart=autostart)
     monkeypatch.setattr(made, "use_cpu", False)
     assert not [*check_gpu(made)]
     monkeypatch.setattr(Gpu, "here", lambda: Gpu((8, 0), "NVIDIA A100", "0.32.0"))

@@ -51,8 +51,5 @@ def test_an_unknown_name_says_what_to_do(tmp_path, name, value, says):
 def test_the_value_of_a_renamed_option_is_checked_too(tmp_path):
     with pytest.raises(Problems) as error:
         config(tmp_path, warmup_ratio=-0.1, mismatch_cap=1.0)
-    assert [problem.split("=")[0] for problem in error.value.problems] == [
-        "warmup_ratio",
-        "warmup_steps",
-        "mismatch_cap",
-    ]
+    names = ["warmup_ratio", "warmup_steps", "mismatch_cap"]
+    assert [problem.split("=")[0] for problem in error.value.problems] == names

@@ -14,15 +14,10 @@ def write_run(path, rows=None, **config):
     """A folder as a run of 8 updates writes it. Returns its path."""
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps({**CONFIG, "seed": 0, **config}))
-    same = {
-        "tbpo/dropped/total": 0.1,
-        "quant/code_flip_rate": 1e-4,
-        "rollout/seconds": 2.0,
-        "step/optimizer_seconds": 0.5,
-    }
-    rows = rows or [
-        {"step": step, "reward": step / 10, "mismatch/abs_logp_mean": 0.01 * step, **same} for step in range(1, 9)
-    ]
+    same = {"tbpo/dropped/total": 0.1, "quant/code_flip_rate": 1e-4}
+    same |= {"rollout/seconds": 2.0, "step/optimizer_seconds": 0.5}
+    steps = range(1, 9)
+    rows = rows or [{"step": n, "reward": n / 10, "mismatch/abs_logp_mean": 0.01 * n, **same} for n in steps]
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
     return path
@@ -52,11 +47,8 @@ def test_two_runs_are_drawn_and_listed(tmp_path, capsys):
     runs = write_run(tmp_path / "first"), write_run(tmp_path / "second", seed=1)
     assert report(tmp_path / "a b.html", *runs) == 0
     (page, _), lines = read_page(tmp_path / "a b.html"), capsys.readouterr().out.splitlines()
-    assert lines == [
-        "first: step 8 of 8, reward 0.75",
-        "second: step 8 of 8, reward 0.75",
-        (tmp_path / "a b.html").as_uri(),
-    ]
+    said = "step 8 of 8, reward 0.75"
+    assert lines == [f"first: {said}", f"second: {said}", (tmp_path / "a b.html").as_uri()]
     assert "<h1>2 runs</h1>" in page and page.count("first") >= 3 and page.count("second") >= 3
     for title in ("mean reward", "mismatch, nats", "TBPO drops", "codes that change", "seconds, means"):
         assert title in page

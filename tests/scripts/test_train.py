@@ -53,9 +53,7 @@ def test_error_of_a_reward_function_keeps_its_traceback(train_argv, tmp_path, mo
 
 
 def test_reward_functions_are_looked_up_as_in_trl(tmp_path, monkeypatch):
-    (tmp_path / "rewards_of_a_user.py").write_text(
-        "def constant(completions, **kwargs): return [1.0 for _ in completions]"
-    )
+    (tmp_path / "rewards_of_a_user.py").write_text("def constant(completions): return [1.0] * len(completions)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     names = [*train.REWARDS, "rewards_of_a_user.constant"]
@@ -103,9 +101,8 @@ def test_training_ends_with_an_export(train_argv, tmp_path, capsys):
     run_training([*train_argv, "--max_steps", "1", "--bf16", "true"])
     output, folder = capsys.readouterr().out, tmp_path / "run" / "w4a16"
     assert is_export(folder) and (folder / "tokenizer.json").is_file()
-    assert re.search(
-        rf"Policy \(w4a16\) exported to {folder} \(\d\.\d MiB\). To serve it: vllm serve {folder}\n", output
-    )
+    said = rf"Policy \(w4a16\) exported to {folder} \(\d\.\d MiB\). To serve it: vllm serve {folder}\n"
+    assert re.search(said, output)
 
     argv = [*train_argv, "--max_steps", "1", "--export_dir", str(tmp_path / "policy")]
     run_training([*argv, "--scheme", "bf16", "--bf16", "false"])
@@ -140,9 +137,8 @@ def test_a_push_without_an_export_is_refused(train_argv, hub, capsys):
 
 
 def load(name):
-    return train._load_dataset(
-        Namespace(dataset_name=str(name), dataset_config=None, dataset_streaming=False), Namespace(datasets=None)
-    )
+    options = Namespace(dataset_name=str(name), dataset_config=None, dataset_streaming=False)
+    return train._load_dataset(options, Namespace(datasets=None))
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows[1].jsonl", "rows.csv", "split", "splits"])
@@ -164,10 +160,7 @@ def test_a_folder_with_the_name_of_a_builder_is_read(tmp_path, monkeypatch):
 def test_an_unresumable_checkpoint_is_one_line(train_argv, capsys):
     run_training([*train_argv, "--max_steps", "1"])
     for options, message in (
-        (
-            ["--scheme", "fp8", "--resume_from_checkpoint", "last"],
-            r"trained with other settings \(scheme='w4a16' there, 'fp8' here",
-        ),
+        (["--scheme", "fp8", "--resume_from_checkpoint", "last"], "other settings .scheme='w4a16' there, 'fp8' here"),
         (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere' is not a folder"),
     ):
         capsys.readouterr()

@@ -35,6 +35,7 @@ def test_no_conflict_is_found_in_what_works(tmp_path, options):
         ({"vllm_token_file": "t"}, "use_vllm=False"),
         (ALL_SERVER | {"vllm_server_host": "10.0.0.7:8000"}, "vllm_server_host='10.0.0.7:8000'"),
         (ALL_SERVER | {"vllm_server_host": ""}, "vllm_server_host=''"),
+        (ALL_SERVER | {"rollout_ahead": 1, "quantize_learner": False}, "quantize_learner=False: a batch is drawn"),
         ({"optim": "adalomo"}, "adalomo"),
         ({"scheme": "bf16", "exclude_modules": ["o_proj"]}, "exclude_modules=.'o_proj'.: this scheme"),
         ({"scheme": "bf16", "fp16": True}, "use_cpu=True: quantized training in float16"),

@@ -221,15 +221,10 @@ CONFLICTS = [
     ),
     Conflict(
         {"rollout_ahead": 1, "precisions": [4, 3], "use_vllm": True, "vllm_mode": "server"},
-        lambda c: _is_ahead(c) and c.precisions is not None,
-        "a batch would be drawn with the bits of the one before",
-        "Leave out `rollout_ahead` or `precisions`",
-    ),
-    Conflict(
-        {"rollout_ahead": 1, "quantize_learner": False, "use_vllm": True, "vllm_mode": "server"},
-        lambda c: _is_ahead(c) and not c.quantize_learner,
-        "only the low-bit weights that draw a batch are kept, and this learner computes old log-probs with masters",
-        "Leave out `rollout_ahead` or `quantize_learner`",
+        lambda c: _is_ahead(c) and (c.precisions is not None or not c.quantize_learner),
+        "a batch is drawn at the bits of the one before, and its old log-probs need the low-bit weights that drew it",
+        "Leave out `rollout_ahead`, or `precisions` and `quantize_learner`",
+        also=("quantize_learner",),
     ),
 ]
 

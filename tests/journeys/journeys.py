@@ -75,10 +75,9 @@ class User:
     def __init__(self, folder: Path, warm: Warm):
         self.folder, self._warm = folder, warm
         self.seconds: dict[str, float] = {}
+        paths = [str(FOLDER), str(FOLDER.parent), *PICTURES, os.environ.get("PYTHONPATH", "")]
         self.environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(
-                [str(FOLDER), str(FOLDER.parent), *PICTURES, os.environ.get("PYTHONPATH", "")]
-            ),
+            "PYTHONPATH": os.pathsep.join(paths),
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -44,10 +44,8 @@ def complete_with_vllm(export, prompts, num_tokens):
     llm = LLM(model=export, max_model_len=64, enforce_eager=True, **options)
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return [
-        [*answer.outputs[0].token_ids]
-        for answer in llm.generate(asked, sampling, use_tqdm=False, lora_request=request)
-    ]
+    answers = llm.generate(asked, sampling, use_tqdm=False, lora_request=request)
+    return [[*answer.outputs[0].token_ids] for answer in answers]
 
 
 ENGINES = {"transformers": complete_with_transformers, "vllm": complete_with_vllm}

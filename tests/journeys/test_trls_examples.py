@@ -208,10 +208,8 @@ def test_a_script_with_pictures_trains_an_adapter(user):
     make_tiny_picture_model(user.folder, "qwen2_5_vl")
     # The answers that journeys compare have no pictures.
     del user.environment["JOURNEY_TOKENS"]
-    words = (
-        "--use_peft --lora_target_modules q_proj v_proj --dtype bfloat16 --max_completion_length 8 --log_completions"
-    )
-    rows = run_script(user, PICTURES, WORDS.replace("path model", "path qwen2_5_vl") + words)
+    words = WORDS.replace("path model", "path qwen2_5_vl") + "--max_completion_length 8 --log_completions "
+    rows = run_script(user, PICTURES, f"{words} --use_peft --lora_target_modules q_proj v_proj --dtype bfloat16")
     assert any(row.get("reward_std") for row in rows)
     assert (user.folder / "policy" / "processor_config.json").is_file()
 

@@ -15,6 +15,7 @@ from trl import GRPOConfig
 
 from testing_utils import make_problems, make_tiny_mixture, make_tiny_model, make_tiny_tokenizer, refused, spread
 from testing_utils.trainings import EXPERTS, arguments, config, make
+from trl_qarl.checks.batches import fit_generation_batch
 from trl_qarl.checks.content import problems_of_prompts
 from trl_qarl.checks.model import problems_of_division, problems_of_pictures
 from trl_qarl.quantization.swap import restore_model
@@ -337,3 +338,9 @@ def test_forwards_that_cannot_be_divided_are_refused(tmp_path, reason, num_proce
     (problem,) = problems_of_division(args, reason, num_processes, has_aux_loss)
     assert why in problem and "max_tokens_per_forward=100 is unsupported here" in problem
     assert not [*problems_of_division(args, None, 1, False)]
+
+
+def test_a_lowered_generation_batch_has_whole_groups(tmp_path):
+    args = config(tmp_path, per_device_train_batch_size=2, num_generations=8, gradient_accumulation_steps=1)
+    assert [*fit_generation_batch(args, make_problems(1))] == []
+    assert (args.steps_per_generation, args.generation_batch_size) == (4, 8)

@@ -315,9 +315,6 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
             f"{'mxfp4a16' if method == 'mxfp4' else 'fp8'!r}, or save the model in high precision (`{DEQUANTIZED[method].__name__}(dequantize=True)`) "
             "and start from that."
         )
-    if is_low_bit(getattr(config, "quantization_config", None)):
-        # Its tensors tell which layers are in low bits.
-        return
     model, given = None, _model_arguments(args)
     attention = given.get("attn_implementation")
     try:
@@ -327,6 +324,10 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
         if attention is not None and isinstance(error, ValueError | ImportError):
             yield f"attn_implementation={attention!r}: {error}"
     if model is None or type(model).__name__ not in (config.architectures or ()):
+        return
+    if is_low_bit(getattr(config, "quantization_config", None)):
+        # Its tensors tell which layers are in low bits.
+        yield from policy.problems_of_class(model, peft_config is not None)
         return
     if peft_config is not None:
         from peft import get_peft_model

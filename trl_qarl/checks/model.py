@@ -16,9 +16,10 @@ from ..models import family_of
 from ..objectives.registry import get_objective
 from ..quantization.fixed_scales import fixed_scales
 from ..quantization.inventory import Inventory
-from ..quantization.names import base_model
+from ..quantization.names import base_model, is_peft_model
 from ..quantization.schemes import QuantScheme
 from ..quantization.storage import num_elements
+from .adapter import problems_of_adapted_model
 from .architectures import problem_of_context
 from .configuration import low_precision_masters
 
@@ -26,7 +27,23 @@ from .configuration import low_precision_masters
 logger = logging.getLogger(__name__)
 
 
-def problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
+def problems_of_model(model: nn.Module, args: Any, has_pictures: bool) -> Iterator[str]:
+    """Yield the problems of a model, with its adapter, that the schemes of its layers do not decide. Of one on the
+    meta device, dtypes are not judged."""
+    base, has_adapter = base_model(model), is_peft_model(model)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        yield from _problems_of_masters(model, args, has_adapter)
+    if has_adapter:
+        yield from problems_of_adapted_model(model)
+    yield from problems_of_body(base)
+    yield from _problems_of_dropout(model, args)
+    yield from problems_of_positions(base, args)
+    if has_pictures:
+        yield from problems_of_pictures(base, args)
+    yield from _problems_of_fixed_scales(base, args)
+
+
+def _problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
     """Yield a problem of dropout, or of noise in routers, that stays on although rollout, scoring and loss must see
     one policy: for objectives other than TRL's losses, and for adapters inside low-bit weights."""
     _, remaining = _dropout(model, args)
@@ -234,7 +251,7 @@ def check_output_head(model: nn.Module, temperature: float) -> None:
         )
 
 
-def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Iterator[str]:
+def _problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Iterator[str]:
     """Yield a problem if the masters' dtype rounds their updates away."""
     if has_adapter and getattr(base_model(model), "is_loaded_in_4bit", False):
         # Only the adapter is trained, and kept in float32.
@@ -245,7 +262,7 @@ def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Itera
     yield from low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
 
 
-def problems_of_fixed_scales(model: nn.Module, args: Any) -> Iterator[str]:
+def _problems_of_fixed_scales(model: nn.Module, args: Any) -> Iterator[str]:
     """Yield a problem if the run's group size differs from that of the checkpoint with whose scales it starts."""
     sizes = {fixed.group_size for fixed in fixed_scales(model).values() if fixed.group_size is not None}
     if args.group_size is not None and sizes - {args.group_size}:

@@ -55,11 +55,6 @@ def test_forward_arguments_of_trl_reach_the_scoring():
         (GRPOTrainer._generate_single_turn, "self.state.global_step != self._last_loaded_step"),
         # The exception that `EngineLost` is, sent in place of completions, is raised where they are iterated.
         (VLLMGeneration.generate, "for ids in all_prompt_ids"),
-        # `Recorder.observe_rewards`: gathered from all processes, by the functions' names, and NaN for `None`.
-        (
-            GRPOTrainer._generate_and_score_completions,
-            'self._logs["rewards"][name].extend(rewards_per_func[:, i].tolist())',
-        ),
         # How the forward that scores a rollout is told from that of the loss.
         (GRPOTrainer._compute_loss, "compute_entropy=True"),
         (VLLMClient.__init__, "self.check_server("),

@@ -8,10 +8,6 @@ from trl_qarl.quantization.versions import kept_version
 from trl_qarl.trainer.scoring import ScoringPlan
 
 
-def test_sampler_log_probs_are_compared_in_the_first_update():
-    assert (ScoringPlan("learner", 0).compared, ScoringPlan("sampler", 0).compared) == ("all", "first update")
-
-
 def test_a_batch_drawn_ahead_is_scored_with_its_weights():
     model = nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128))
     prepare_model(model, "w8a16")

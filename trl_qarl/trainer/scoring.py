@@ -18,6 +18,8 @@ class ScoringPlan:
         source (`str`):
             Whose log-probs the old ones are: the `"learner"`'s, with the weights that drew the batch, or the
             `"sampler"`'s, if both give every token the same bits and scoring the rollout would return the same values.
+            If the learner has scored all tokens, all are compared with the sampler's, else those of the first update,
+            whose forward runs anyway, and of one more sequence.
         version (`int`):
             The update whose weights drew the batch.
         weights ([`~trl_qarl.quantization.versions.KeptVersion`], *optional*):
@@ -28,12 +30,6 @@ class ScoringPlan:
     source: Literal["learner", "sampler"]
     version: int
     weights: KeptVersion | None = field(default=None, repr=False)
-
-    @property
-    def compared(self) -> Literal["first update", "all"]:
-        """Tokens whose log-probs of learner and sampler are compared: all if the learner has scored them, else those
-        of the first update, whose forward runs anyway, and of one more sequence."""
-        return "all" if self.source == "learner" else "first update"
 
     @property
     def is_stale(self) -> bool:

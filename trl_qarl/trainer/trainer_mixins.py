@@ -148,7 +148,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         with replaced(grpo_trainer, shuffle_sequence_dict=shuffle) if self._keeps_groups else nullcontext():
             inputs = super()._prepare_inputs(generation_batch)
         plan = self._plan
-        if self.model.training and plan is not None and plan is not earlier and plan.compared == "first update":
+        if self.model.training and plan is not None and plan is not earlier and plan.source == "sampler":
             self._score_compared(plan)
         return inputs
 
@@ -175,7 +175,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
             return
         if plan.is_stale:
             self.recorder.observe_staleness(per_token_logps.detach(), Batch.of(inputs))
-        elif plan.compared == "first update":
+        elif plan.source == "sampler":
             inputs["old_per_token_logps"] = per_token_logps.detach()
             parts = self._buffered_inputs if is_training else [inputs]
             if not self.accelerator.sync_gradients and is_training and inputs is not parts[-1]:

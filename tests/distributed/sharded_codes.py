@@ -1,27 +1,20 @@
 """Computations of layers and models with sharded masters, without a trainer. Run by shards.py."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from sharded_runs import assert_sharded, bits, launched, make_model, published, same, weights_of
+from sharded_runs import bits, same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torchao.optim import AdamW4bit, AdamW8bit
-from torchao.optim.subclass_4bit import OptimState4bit
-from torchao.optim.subclass_8bit import OptimState8bit
 
-from trl_qarl.bitwise.attach import keep_no_products
 from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.storage import whole, writes_to
-from trl_qarl.quantization.swap import prepare_model, quantized_layers, share_global_scales
-from trl_qarl.sharding.fsdp2 import shard_low_bit, shard_when_prepared
+from trl_qarl.quantization.swap import quantized_layers, share_global_scales
+from trl_qarl.sharding.fsdp2 import shard_low_bit
 
 
 class Heads(nn.Module):
@@ -99,89 +92,6 @@ def codes_are_those_of_one_process(folder):
             gathered = parameter._unsharded_param
             held = [*gathered.parts(), *gathered._kept.values()]
             assert sum(t.untyped_storage().nbytes() for t in held) == 0 and len(held) == len(low_bit.parts())
-
-
-def gradients_of(model, micro_batches, count):
-    """Gradients of the mean of `count` losses from `micro_batches`, added up one after the other, and these losses."""
-    losses = [model(input_ids=ids, labels=ids).loss for ids in micro_batches]
-    for loss in losses:
-        (loss / count).backward()
-    gradients = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    return gradients, [loss.item() for loss in losses]
-
-
-# torchao's optimizers compile their step for most of a minute, which is not what is tested.
-@torch.compiler.set_stance("force_eager")
-def training_equals_one_process(folder):
-    """
-    Losses, gradients, masters, codes and what is published after three steps, bit for bit, without clipping, whose
-    norm is added up in another order. Of several micro-batches one process adds up those of each process first, as two
-    do.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    cases = [
-        {"arch": "qwen2"},
-        {"arch": "gemma", "scheme": "fp8", "accumulation": 4, "reshard_after_forward": False},
-        {"arch": "qwen2", "scheme": "w4a8", "activation_checkpointing": True},
-        {"arch": "qwen2", "scheme": "w8a8", "reentrant": True, "cpu_ram_efficient_loading": True},
-        {"arch": "qwen2", "scheme": "w8a16", "reentrant": False, "optimizer": partial(torch.optim.AdamW, fused=True)},
-        {"arch": "qwen3_moe", "scheme": "fp8", "reentrant": False},
-        {"arch": "qwen2", "optimizer": partial(torch.optim.AdamW, foreach=True)},
-        {"arch": "qwen2", "optimizer": AdamW8bit},
-        {"arch": "qwen2", "optimizer": AdamW4bit},
-    ]
-    for case in cases:
-        case = dict(case)
-        arch, scheme, accumulation = case.pop("arch"), case.pop("scheme", "w4a16"), case.pop("accumulation", 1)
-        reentrant, make_optimizer = case.pop("reentrant", None), case.pop("optimizer", torch.optim.AdamW)
-        model, reference = make_model(folder, arch), make_model(folder, arch)
-        for each in (model, reference):
-            prepare_model(each, scheme, scale_dtype=torch.bfloat16)
-            each.train()
-            if reentrant is not None:
-                each.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        with launched(**case):
-            accelerator = Accelerator(gradient_accumulation_steps=accumulation)
-            shard_when_prepared(accelerator, keep_no_products)
-            optimizers = [make_optimizer(each.parameters(), lr=1e-3) for each in (model, reference)]
-            model, optimizer = accelerator.prepare(model, optimizers[0])
-            assert_sharded(model)
-            batches = torch.randint(
-                3, 260, (3, accumulation, world, 2, 12), generator=torch.Generator().manual_seed(1)
-            )
-            for step in batches:
-                losses = []
-                for micro_batch in step:
-                    with accelerator.accumulate(model):
-                        losses.append(model(input_ids=micro_batch[rank], labels=micro_batch[rank]).loss)
-                        accelerator.backward(losses[-1])
-                processes, count = step.transpose(0, 1), world * accumulation
-                parts = [gradients_of(reference, micro_batches, count) for micro_batches in processes]
-                in_a_row, _ = gradients_of(reference, processes.flatten(0, 1), count)
-                assert [loss.item() for loss in losses] == parts[rank][1], case
-                named = zip(model.named_parameters(), reference.parameters(), strict=True)
-                for index, ((name, ours), theirs) in enumerate(named):
-                    theirs.grad = sum(gradients[index] for gradients, _ in parts)
-                    assert torch.equal(whole(ours.grad), theirs.grad), (name, case)
-                    # Added up in another order; of two there is no other.
-                    tolerance = 0.0 if accumulation == 1 else 2**-20 * theirs.grad.abs().max().item()
-                    assert (in_a_row[index] - theirs.grad).abs().max() <= tolerance, (name, case)
-                for each in (optimizer, optimizers[1]):
-                    each.step()
-                    each.zero_grad()
-            kinds = set()
-            for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-                assert torch.equal(whole(ours.detach()), theirs), (name, case)
-                state, expected = optimizer.optimizer.state[ours]["exp_avg"], optimizers[1].state[theirs]["exp_avg"]
-                assert isinstance(state, DTensor) and type(state.to_local()) is type(expected), (name, case)
-                assert len(state.to_local()) == len(ours.to_local()), (name, case)
-                kinds.add(type(expected))
-            for weight, expected in zip(weights_of(model), weights_of(reference), strict=True):
-                assert same(weight.whole_low_bit(), expected.low_bit_weight()), (weight.name, case)
-            low_bit_states = {AdamW8bit: {OptimState8bit}, AdamW4bit: {OptimState4bit}}
-            assert kinds >= low_bit_states.get(make_optimizer, set()), (kinds, case)
-            assert published(model, torch.bfloat16) == published(reference, torch.bfloat16), case
 
 
 def one_process_gathers_codes_and_scales(folder):

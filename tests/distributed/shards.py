@@ -18,7 +18,6 @@ from pathlib import Path
 MODULES = ("sharded_codes", "sharded_checkpoints", "sharded_trainers", "zero", "ddp", "fail_ddp", "sharded_pictures")
 NIGHTLY = (
     "zero_1_trains_what_it_trains_with_whole_state",
-    "training_equals_one_process",
     "batches_drawn_ahead_train_what_they_train_with_whole_masters",
     "zero_trains_batches_drawn_ahead",
     "pictures_train_what_they_train_with_whole_masters",
@@ -29,7 +28,7 @@ NIGHTLY = (
     "pictures_are_shown_to_an_engine_in_every_process",
     "the_peak_of_fsdp2_is_what_was_calculated",
     "the_peak_with_masters_on_the_host_is_what_was_calculated",
-    "torchao_steps_in_4_bits",
+    "torchao_steps_as_with_whole_masters",
     "replicas_of_shards_train_what_they_train_with_whole_masters",
     "engine_numerics_beside_an_adapter_or_a_reference",
     "zero_trains_an_adapter_a_reference_and_engine_numerics",

@@ -161,13 +161,8 @@ class MuonAdamW(torch.optim.Optimizer):
     @override
     @torch.no_grad()
     def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for part in self.parts.values():
             part.step()
-        return loss
 
     @override
     def state_dict(self):

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from ..bitwise.availability import dropout_rates
+from ..checkpoint.export import keep_generation_config
+from ..checkpoint.load import keep_masters_precise
 from ..engines.pictures import problem_of_class
 from ..models import family_of
 from ..objectives.registry import get_objective
@@ -61,7 +63,17 @@ def _problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
         )
 
 
-def switch_off_dropout(model: nn.Module, args: Any) -> None:
+def correct_policy(model: nn.Module, args: Any) -> None:
+    """Correct, in place, a policy with its adapter: its dropout, its class, and what its checkpoints would hold."""
+    base = base_model(model)
+    _switch_off_dropout(model, args)
+    correct_model(base, args.use_vllm)
+    keep_generation_config(base)
+    # It may have been loaded by the user.
+    keep_masters_precise(base)
+
+
+def _switch_off_dropout(model: nn.Module, args: Any) -> None:
     """Switch off dropout that TRL's `disable_dropout` misses, noise in routers, and LoRA's dropout for objectives
     other than TRL's losses."""
     off, _ = _dropout(model, args)

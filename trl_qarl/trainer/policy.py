@@ -20,19 +20,18 @@ from ..bitwise.attach import attach_engine_numerics
 from ..bitwise.availability import choose_numerics
 from ..bitwise.exact import Exactness, check_arithmetic
 from ..bitwise.rows import reason_to_pad
-from ..checkpoint.export import export_checkpoint, keep_generation_config
+from ..checkpoint.export import export_checkpoint
 from ..checkpoint.files import damaged_file
-from ..checkpoint.load import keep_masters_precise
 from ..checkpoint.record import check_record, scheme_record
 from ..checks.architectures import problem_of_architecture, problems_with_vllm
 from ..checks.configuration import low_precision_masters
 from ..checks.model import (
     check_output_head,
     correct_model,
+    correct_policy,
     problems_of_division,
     problems_of_experts,
     problems_of_model,
-    switch_off_dropout,
 )
 from ..checks.problems import raise_problems
 from ..objectives.registry import get_objective
@@ -146,11 +145,7 @@ class Policy:
         judged = self.judge(model, is_placed=True)
         raise_problems(judged.problems)
         self.model, self.has_adapter, self._sharded_by = model, is_peft_model(model), sharded_by
-        switch_off_dropout(model, args)
-        correct_model(base_model(model), args.use_vllm)
-        keep_generation_config(base_model(model))
-        # It may have been loaded by the user.
-        keep_masters_precise(base_model(model))
+        correct_policy(model, args)
         self.dtype = self._engine_dtype(model)
         schemes, reasons = judged.schemes, judged.reasons
         if self.has_adapter:

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import launch_environment, make_trainer
 from testing_utils.pictures import KINDS, make_picture_problems, spread
+from testing_utils.trainings import bands
 from trl_qarl.adapters.tensors import iter_adapter_tensors
 from trl_qarl.checkpoint import marker
 from trl_qarl.checkpoint.export import read_header
@@ -207,9 +208,7 @@ def assert_skips_updates(folder, name, launch=None, **options):
         return spread(completions) if has_spread else [1.0] * len(completions)
 
     seen = Masters()
-    # Bands that drop nothing.
-    options |= dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 0.9)
-    options |= {"weight_decay": 0.1, "callbacks": [seen], "reward": reward}
+    options |= bands(0.9) | {"weight_decay": 0.1, "callbacks": [seen], "reward": reward}
     for trainer in train(folder, name, launch=launch, **options):
         skipped = [row["step/skipped"] for row in trainer.state.log_history if "step/skipped" in row]
         moved = [not all(map(torch.equal, seen.at[i], seen.at[i + 1])) for i in range(4)]

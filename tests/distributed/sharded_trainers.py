@@ -38,6 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import make_problems, make_tiny_model, make_trainer, spread
 from testing_utils.live_bytes import LiveBytes, give_completions
+from testing_utils.trainings import bands
 from trl_qarl.adapters.tensors import iter_adapter_tensors
 from trl_qarl.bitwise.attach import has_engine_numerics
 from trl_qarl.bitwise.cpu import has_engine_kernels
@@ -110,10 +111,8 @@ def a_mixture_trains_what_it_trains_with_whole_masters(folder):
 def masters_on_the_host_train_what_they_train_on_the_device(folder):
     """On a CPU both are the same memory; the order of moves is tested on fake tensors of a GPU."""
     options = {"max_steps": 2, "bf16": False, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
-    # Bands that drop nothing.
-    options |= dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 0.9)
     # A tied head, and gradients that are added up.
-    options |= {"arch": "gemma", "scheme": "fp8", "optim": "muon_8bit", "gradient_accumulation_steps": 2}
+    options |= bands(0.9) | {"arch": "gemma", "scheme": "fp8", "optim": "muon_8bit", "gradient_accumulation_steps": 2}
     [ddp] = train(folder, "offload-ddp", **options)
     for trainer in train(folder, "offload", launch={"offload_params": True}, **options):
         assert_trained_the_same(trainer, ddp)

@@ -7,6 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 from testing_utils import make_trainer
+from testing_utils.trainings import bands
 from trl_qarl import QaRLConfig
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
@@ -68,9 +69,7 @@ def num_state_bits(optimizer, parameter) -> int:
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_the_low_bit_weight_follows_every_update(tiny_model, tmp_path, optim):
     compare = Compare()
-    # Bands that drop nothing: an update without a gradient would be skipped.
-    options = dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 0.9)
-    options |= {"optim": optim, "max_steps": 3, "learning_rate": 1e-2, "max_completion_length": 4}
+    options = bands(0.9) | {"optim": optim, "max_steps": 3, "learning_rate": 1e-2, "max_completion_length": 4}
     trainer = make_trainer(tiny_model, tmp_path, scheme="w8a16", callbacks=[compare], **options)
     trainer.train()
     assert compare.stale == [set()] * 3

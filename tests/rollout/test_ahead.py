@@ -15,6 +15,7 @@ from trl.trainer.utils import RepeatSampler
 
 from testing_utils import logged, make_vllm_trainer
 from testing_utils.played_server import weights
+from testing_utils.trainings import bands
 from trl_qarl.bitwise import cpu as kernels
 from trl_qarl.engines.background import BackgroundCall
 from trl_qarl.rollout.ahead import NextPrompts
@@ -206,8 +207,7 @@ def test_a_callbacks_weights_draw_the_next_batch(make_played_trainer, monkeypatc
 def test_a_synced_reference_is_of_the_batchs_update(make_played_trainer):
     """As without batches that are drawn ahead: old log-probs alone are of earlier weights."""
     reference = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
-    # Each update changes the weights.
-    reference |= dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 1.0)
+    reference |= bands(1.0)
     trainer, server = make_played_trainer(rollout_ahead=1, max_steps=4, learning_rate=1e-2, **reference)
     batches, states = record(trainer)
     trainer.train()

@@ -25,11 +25,14 @@ def config(output_dir, **kwargs):
     return QaRLConfig(str(output_dir), use_cpu=True, **kwargs)
 
 
+def bands(width):
+    """Options of TBPO's trust band. A wide one drops nothing, so that no update is without a gradient."""
+    return dict.fromkeys(("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high"), width)
+
+
 def _options(loss_type="tbpo", **given):
-    names = ("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high")
-    bands = dict.fromkeys(names, 0.1) if loss_type == "tbpo" else {}
     # The same on every processor.
-    return {"bf16": True, "loss_type": loss_type} | bands | given
+    return {"bf16": True, "loss_type": loss_type} | (bands(0.1) if loss_type == "tbpo" else {}) | given
 
 
 def arguments(output_dir, **kwargs):

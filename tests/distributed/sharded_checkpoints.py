@@ -7,8 +7,9 @@ import killed
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_runs import Masters, assert_keeps_the_last_finite, train
+from sharded_runs import assert_keeps_the_last_finite, train
 
+from testing_utils.trainings import Masters
 from trl_qarl.quantization.storage import whole
 
 

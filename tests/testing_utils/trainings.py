@@ -1,12 +1,15 @@
 """Trainings that several files of tests make, and what is read of them."""
 
+import math
 from dataclasses import fields
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from testing_utils import TRAINING, make_problems, make_trainer, spread
 from trl_qarl.quantization.schemes import SCHEMES
+from trl_qarl.quantization.storage import storage_of, whole
 from trl_qarl.trainer.qarl_config import QaRLConfig
 
 
@@ -66,6 +69,34 @@ def assert_equal(ours, theirs):
     """Compare tensors by their names, exactly."""
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+class Masters(TrainerCallback):
+    """Keeps the masters of every step."""
+
+    def __init__(self):
+        self.at = {}
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.at[state.global_step] = [whole(p).detach().clone() for p in model.parameters()]
+
+    on_step_end = on_train_begin
+
+
+class Spoils(TrainerCallback):
+    """Puts a value that is not finite into a gradient, or a weight, of one update."""
+
+    def __init__(self, update, value=math.nan, of_weight=False):
+        self.update, self.value, self.of_weight = update, value, of_weight
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if state.global_step + 1 == self.update and not self.of_weight:
+            model.get_parameter("model.layers.1.mlp.up_proj.weight").grad[3, 5] = self.value
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.update and self.of_weight:
+            parameter = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+            storage_of(parameter).local(parameter).data.view(-1)[0] = self.value
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}

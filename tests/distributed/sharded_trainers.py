@@ -188,7 +188,7 @@ def a_process_that_loads_no_weights_takes_no_memory_for_them(folder):
         assert grown < size / 4 and not any(parameter.any() for parameter in model.parameters()), (grown, size)
 
 
-def precisions_in_turn_train_what_they_train_with_whole_masters(folder):
+def precisions_in_turn_train_what_they_train_with_whole_masters(folder):  # nightly
     """Later gathers, publications and forwards use the bits that are set."""
     precisions = [2, 4]
     options = {"arch": "qwen3_moe", "precisions": precisions, "steps_per_generation": 1, "max_steps": 2}
@@ -231,7 +231,7 @@ def engine_numerics_train_what_they_train_with_whole_masters(folder):
         assert not torch.equal(logits[0], logits[2])
 
 
-def engine_numerics_beside_an_adapter_or_a_reference(folder):
+def engine_numerics_beside_an_adapter_or_a_reference(folder):  # nightly
     """FSDP2 gathers the head of a model with an adapter where it is called alone, and has sharded a reference before
     operations are put in."""
     adapter = {"lora": LORA, "optim": "adamw_torch", "learning_rate": 1e-2}
@@ -328,7 +328,7 @@ def assert_draws_ahead(folder, name, launch, callbacks=(None, None), max_steps=6
     return trainer
 
 
-def batches_drawn_ahead_train_what_they_train_with_whole_masters(folder):
+def batches_drawn_ahead_train_what_they_train_with_whole_masters(folder):  # nightly
     """Each process keeps its part of the weights that draw them. A batch that was lost, and one that was pending in a
     checkpoint, are of these."""
     if find_spec("vllm") is None:
@@ -341,7 +341,7 @@ def batches_drawn_ahead_train_what_they_train_with_whole_masters(folder):
     assert max(row.get("quant/code_flip_rate", 0) for row in merged.state.log_history) > 0
 
 
-def replicas_of_shards_train_what_they_train_with_whole_masters(folder):
+def replicas_of_shards_train_what_they_train_with_whole_masters(folder):  # nightly
     """Two replicas of two shards each (HSDP). Gradients of two of four processes, whose sum does not depend on its
     order."""
 
@@ -417,7 +417,7 @@ class _Phases(TrainerCallback):
             self.live.add(parameter.detach())
 
 
-def the_peak_of_fsdp2_is_what_was_calculated(folder):
+def the_peak_of_fsdp2_is_what_was_calculated(folder):  # nightly
     """Most of the model is its vocabulary: gradients are sharded, but whole while micro-batches are added up."""
     words, hidden = 8192, 128
     if dist.get_rank() == 0:
@@ -469,7 +469,7 @@ class _WatchesDevice(_Phases):
         self.live.phase = "step"
 
 
-def the_peak_with_masters_on_the_host_is_what_was_calculated(folder):
+def the_peak_with_masters_on_the_host_is_what_was_calculated(folder):  # nightly
     """Of a model that is mostly vocabulary, and of one that is mostly layers."""
     world, hidden = dist.get_world_size(), 128
     for words, inner, count in ((8192, 256, 2), (512, 1024, 8)):
@@ -508,7 +508,7 @@ def the_peak_with_masters_on_the_host_is_what_was_calculated(folder):
         assert world * blocks == sum(parts[name] for name in names)
 
 
-def torchao_steps_as_with_whole_masters(folder):
+def torchao_steps_as_with_whole_masters(folder):  # nightly
     """Layers are computed again in backward by accelerate's option. torch compiles no step in 4 bits on shards."""
     eager = partial(torch.compiler.set_stance, "force_eager")
     for optim, state in (("adamw_torch_4bit", OptimState4bit), ("adamw_torch_8bit", OptimState8bit)):

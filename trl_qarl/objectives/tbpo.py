@@ -33,36 +33,25 @@ MAX_LOG_RATIO = 20.0
 
 _RESHAPES = "it reshapes the sampling distribution, so sampling log-probs and the learner's would differ"
 
-REFUSED_BY_TBPO = {
+_REASONS = {
     "epsilon": "TBPO's bounds are `positive_epsilon_high`, `negative_epsilon_low` and `negative_epsilon_high`",
     "epsilon_high": "it bounds a token's ratio; TBPO's bound of a sequence's mean ratio is `positive_epsilon_high`, 4e-4 "
     "in the paper",
     "delta": "the upper bound for negative advantages is `negative_epsilon_high`",
     "importance_sampling_level": "TBPO's ratio is the geometric mean over the sequence; leave it out",
-    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "it belongs to `loss_type='sapo'`"),
-    **dict.fromkeys(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "it belongs to `loss_type='vespo'`"
-    ),
+    "sapo_temperature_neg sapo_temperature_pos": "it belongs to `loss_type='sapo'`",
+    "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg": "it belongs to `loss_type='vespo'`",
     "off_policy_mask_threshold": "TBPO drops off-policy sequences by its band; narrow `negative_epsilon_low/high` instead",
     "top_entropy_quantile": "a token mask would change the geometric mean; use `loss_type='grpo'`",
-    **dict.fromkeys(
-        ("entropy_coef", "use_adaptive_entropy"),
-        "the entropy bonus is a token-level term; use `loss_type='grpo'`",
-    ),
-    **dict.fromkeys(
-        (
-            "vllm_importance_sampling_mode",
-            "vllm_importance_sampling_clip_max",
-            "vllm_importance_sampling_clip_min",
-            "vllm_importance_sampling_cap",
-        ),
-        "TBPO's mismatch weight is the sequence's geometric mean; its bound is `mismatch_cap`",
-    ),
+    "entropy_coef use_adaptive_entropy": "the entropy bonus is a token-level term; use `loss_type='grpo'`",
+    "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+    "vllm_importance_sampling_cap": "TBPO's mismatch weight is the sequence's geometric mean; its bound is `mismatch_cap`",
     "top_p": f"{_RESHAPES}; use 1.0",
     "top_k": f"{_RESHAPES}; use 0",
     "min_p": f"{_RESHAPES}; leave it unset",
     "repetition_penalty": f"{_RESHAPES}; use 1.0",
 }
+REFUSED_BY_TBPO = {name: why for names, why in _REASONS.items() for name in names.split()}
 """Inherited options that TBPO replaces, or that have no meaning for one clipped ratio per sequence, with reasons."""
 
 

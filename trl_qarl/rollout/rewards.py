@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 _LARGEST = 1e18
 """TRL computes advantages in float32, where the squares of larger rewards overflow."""
 
-
 _NOT_A_NUMBER = ", which counts as no score, like `None`"
 _TOO_LARGE = (
     f": in float32 the advantages of the whole group become 0, or any number. Return rewards from {-_LARGEST:g} to {_LARGEST:g}, "

@@ -3,7 +3,6 @@
 import copy
 import threading
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -27,17 +26,6 @@ pytest.importorskip("vllm")
 needs_engine_numerics = pytest.mark.skipif(
     kernels.reason_not_to_call() is not None, reason=str(kernels.reason_not_to_call())
 )
-
-# Three epochs of two generation batches with two updates each.
-EPOCHS = {
-    "rollout_ahead": 1,
-    "per_device_train_batch_size": 8,
-    "num_generations": 2,
-    "steps_per_generation": 2,
-    "max_steps": 12,
-    "save_strategy": "steps",
-    "save_steps": 1,
-}
 
 
 class Boundaries(TrainerCallback):
@@ -111,8 +99,9 @@ def test_weights_of_the_batch_before_draw_and_score_a_batch(make_played_trainer,
 
 @pytest.mark.slow
 def test_a_run_resumed_anywhere_reaches_the_same_weights(make_played_trainer):
-    """Within a generation batch and at the end of an epoch, of three, with evaluations."""
-    options = EPOCHS | {"eval_strategy": "steps", "eval_steps": 3}
+    """Within a generation batch and at the end of an epoch, of three with two batches each, with evaluations."""
+    options = {"rollout_ahead": 1, "per_device_train_batch_size": 8, "num_generations": 2, "steps_per_generation": 2}
+    options |= {"max_steps": 12, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 3}
     whole, _ = make_played_trainer("whole", **options)
     batches, _ = record(whole)
     whole.train()
@@ -294,19 +283,14 @@ def test_the_next_prompts_are_those_of_the_loader(num_processes, num_repeats, ac
             num_updates += -(-len(order) // accumulation)
 
 
-@pytest.fixture
-def make_exact_trainer(tmp_path, monkeypatch, warm):
-    """Makes a trainer with engine numerics and evaluations, which publish other weights; its server is a real one."""
-    options = {"bf16": True, "numerics": "exact", "learning_rate": 1e-2}
-    options |= {"per_device_eval_batch_size": 4, "eval_strategy": "steps"} | warm.serve(monkeypatch)
-    return partial(make_vllm_trainer, tmp_path, "qwen3", **options)
-
-
 @pytest.mark.slow
 @needs_engine_numerics
 @pytest.mark.xdist_group("warm_servers")
-def test_a_servers_log_probs_are_of_the_drawing_weights(make_exact_trainer):
-    trainer = make_exact_trainer(rollout_ahead=1, max_steps=8, eval_steps=3)
+def test_a_servers_log_probs_are_of_the_drawing_weights(tmp_path, monkeypatch, warm):
+    """Between evaluations, which publish other weights."""
+    options = {"bf16": True, "numerics": "exact", "learning_rate": 1e-2, "rollout_ahead": 1, "max_steps": 8}
+    options |= {"per_device_eval_batch_size": 4, "eval_strategy": "steps", "eval_steps": 3} | warm.serve(monkeypatch)
+    trainer = make_vllm_trainer(tmp_path, "qwen3", **options)
     backend = trainer.vllm_generation
     backend.sync_weights()
     # Long enough to be aborted on the way.

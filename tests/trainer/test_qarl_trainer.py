@@ -67,22 +67,16 @@ class Rates(TrainerCallback):
         self.rates += lr_scheduler.get_last_lr()[:1]
 
 
-def spread_at_first(num_batches):
-    """A reward that is the same for all completions after `num_batches` calls, so that no update has a gradient."""
-    calls = []
-
-    def reward(completions, **kwargs):
-        calls.append(None)
-        return spread(completions) if len(calls) <= num_batches else [1.0] * len(completions)
-
-    return reward
-
-
 @pytest.mark.parametrize("optim", ["muon", "adamw_torch", "adafactor", "one of the user's"])
 def test_updates_without_a_gradient_move_nothing(tiny_model, tmp_path, optim, caplog):
     """Neither momentum nor weight decay, whatever the optimizer."""
     options = {"weight_decay": 0.1, "max_steps": 6, "lr_scheduler_type": "linear"}
-    seen, schedule, model, own = Masters(), Rates(), tiny_model, None
+    seen, schedule, model, own, calls = Masters(), Rates(), tiny_model, None, []
+
+    def spread_once(completions, **kwargs):
+        calls.append(None)
+        return spread(completions) if len(calls) == 1 else [1.0] * len(completions)
+
     if optim == "one of the user's":
         model = AutoModelForCausalLM.from_pretrained(tiny_model)
         own = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=0.1)
@@ -91,7 +85,7 @@ def test_updates_without_a_gradient_move_nothing(tiny_model, tmp_path, optim, ca
     args = arguments(tmp_path, **options)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     given = {"processing_class": tokenizer, "callbacks": [seen, schedule], "optimizers": (own, None)}
-    trainer = QaRLTrainer(model, spread_at_first(1), args, make_problems(), **given)
+    trainer = QaRLTrainer(model, spread_once, args, make_problems(), **given)
     with caplog.at_level("WARNING", "trl_qarl"):
         trainer.train()
     assert [row["step/skipped"] for row in rows(trainer)] == [0, 0, 1, 1, 1, 1]

@@ -33,7 +33,7 @@ def problems_of_model(model: nn.Module, args: Any, has_pictures: bool) -> Iterat
     """Yield the problems of a model, with its adapter, that the schemes of its layers do not decide. Of one on the
     meta device, dtypes are not judged."""
     base, has_adapter = base_model(model), is_peft_model(model)
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    if base.device.type != "meta":
         yield from _problems_of_masters(model, args, has_adapter)
     if has_adapter:
         yield from problems_of_adapted_model(model)

@@ -178,7 +178,6 @@ class Policy:
         """Judge a loaded `model`, with its adapter, and change nothing. Of a model on the meta device, its layers are
         judged and not its dtypes; engine numerics are judged where `is_placed`, on its device."""
         args, base, has_adapter, dtype = self.args, base_model(model), is_peft_model(model), self._engine_dtype(model)
-        is_loaded = not any(parameter.is_meta for parameter in model.parameters())
         judged = Judgement([*problems_of_model(model, args, self.has_pictures)])
         problems = judged.problems
         assign = partial(assign_base, **self._base_arguments) if has_adapter else assign_schemes
@@ -191,7 +190,7 @@ class Policy:
         problems += problems_of_experts(base, args, schemes, reasons)
         if args.use_vllm:
             # Its own dtype is not known before it is loaded.
-            known = dtype if is_loaded or args.bf16 or args.fp16 else None
+            known = dtype if base.device.type != "meta" or args.bf16 or args.fp16 else None
             with_vllm = problems_with_vllm(base, known, args.use_cpu, schemes)
             problems += [f"use_vllm=True: {each}" for each in with_vllm]
         # Both may load vLLM, and a refused model needs none.

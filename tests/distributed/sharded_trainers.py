@@ -512,7 +512,7 @@ def torchao_steps_as_with_whole_masters(folder):  # nightly
     """Layers are computed again in backward by accelerate's option. torch compiles no step in 4 bits on shards."""
     eager = partial(torch.compiler.set_stance, "force_eager")
     for optim, kind in (("adamw_torch_4bit", OptimState4bit), ("adamw_torch_8bit", OptimState8bit)):
-        options = {"optim": optim, "max_steps": 2, "learning_rate": 1e-2}
+        options = {"optim": optim, "max_steps": 2, "learning_rate": 1e-2, "gradient_checkpointing": False}
         # With compiling switched off torchao refuses to step at all, and it compiles for most of a minute.
         with patch.object(torch._dynamo.config, "disable", False):
             with eager():

@@ -37,7 +37,7 @@ from ..quantization.fixed_scales import fix_scales, held_scale, weight_name
 from ..quantization.formats.registry import CHECKPOINT_NAMES
 from ..quantization.inventory import Inventory
 from ..quantization.linear import QuantizedLinear
-from ..quantization.names import base_state_dict, find_checkpoint_names, is_adapted
+from ..quantization.names import base_state_dict, find_checkpoint_names, is_adapted, method_of
 from ..quantization.schemes import SCHEMES, QuantScheme
 from ..quantization.swap import restore_model
 from ..quantization.tensors import LowBitTensor
@@ -110,12 +110,6 @@ def _quantization_of(name_or_path: str, revision: str | None) -> dict[str, Any] 
 def is_low_bit(described: Any) -> bool:
     """Return whether a `quantization_config` is that of a checkpoint of compressed-tensors or GPTQ."""
     return method_of(described) in _LOW_BIT
-
-
-def method_of(described: Any) -> str | None:
-    """Return the `quant_method` of a `quantization_config`, `None` without one."""
-    method = described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
-    return getattr(method, "value", method)
 
 
 def check_release(name_or_path: str, described: Any) -> None:
@@ -219,9 +213,7 @@ def load_frozen_model(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
         else:
             model = cls._from_config(config, dtype=dtype, **options)
-    tensors: dict[str, torch.Tensor] = {}
-    for path in weight_files(folder):
-        tensors |= load_file(path)
+    tensors = {name: tensor for path in weight_files(folder) for name, tensor in load_file(path).items()}
     if not tensors:
         raise ValueError(f"{folder} has neither model.safetensors nor its index. Export it again.")
     if described.get("kv_cache_scheme"):
@@ -235,14 +227,20 @@ def load_frozen_model(
     if is_mxfp4:
         tensors = dict(_one_by_one(tensors))
     _fill(model, folder, tensors, schemes, dtype)
+    _complete(model, folder, str(name_or_path), "Export it again.")
+    return model.requires_grad_(False).eval()
+
+
+def _complete(model: PreTrainedModel, folder: Path, name_or_path: str, remedy: str) -> None:
+    """Tie the weights of a model that was filled from a folder, and set what `from_pretrained` sets. `ValueError` is
+    raised if the folder lacks tensors."""
     model.tie_weights()
-    missing = [name for name, p in model.named_parameters() if p.is_meta]
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
-        raise ValueError(f"{name_or_path} lacks {len(missing)} tensors, such as {missing[0]!r}. Export it again.")
+        raise ValueError(f"{name_or_path} lacks {len(missing)} tensors, such as {missing[0]!r}. {remedy}")
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.config._name_or_path = model.name_or_path = str(name_or_path)
-    return model.requires_grad_(False).eval()
+    model.config._name_or_path = model.name_or_path = name_or_path
 
 
 def _one_by_one(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -289,13 +287,7 @@ def load_shards(folder: str | Path, trust_remote_code: bool = False, **options: 
     state = {name: torch.empty_like(t, device="cpu") for name, t in model.state_dict().items() if name in saved}
     dcp.load({"model": state}, storage_reader=reader, no_dist=True)
     model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} tensors, such as {missing[0]!r}. Take an earlier checkpoint.")
-    if Path(folder, "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.config._name_or_path = model.name_or_path = str(folder)
+    _complete(model, Path(folder), str(folder), "Take an earlier checkpoint.")
     return model
 
 

@@ -16,9 +16,9 @@ from transformers import AutoConfig
 
 from ..adapters.tensors import base_of, is_adapter_folder
 from ..checkpoint.files import check_writable
-from ..checkpoint.load import DEQUANTIZED, check_release, is_low_bit, method_of, skeleton
+from ..checkpoint.load import DEQUANTIZED, check_release, is_low_bit, skeleton
 from ..checkpoint.record import check_config
-from ..quantization.names import base_model, is_peft_model
+from ..quantization.names import base_model, is_peft_model, method_of
 from .adapter import (
     is_nf4,
     problems_of_adapter,

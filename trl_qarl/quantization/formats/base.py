@@ -1,8 +1,8 @@
 """
 [`Format`]: the tensors of a low-bit weight in one container, and the operations on them.
 
-A weight is a tuple of tensors: `qdata`, `scale` and the format's `operands`, in this order. Each tensor has one row
-for each row of the weight, so stacking, sharding and moving a weight need no further knowledge of them.
+A weight is a tuple of tensors: `qdata`, `scale` and, in containers that have one, the global scale. Each tensor has
+one row for each row of the weight, so stacking, sharding and moving a weight need no further knowledge of them.
 
 The arithmetic here has one scale per output channel or per group of input features:
 
@@ -25,7 +25,7 @@ bits, down to denormal numbers. Codes are clamped where rounding makes a scale s
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,13 +33,6 @@ from ..schemes import Grid, QuantScheme
 
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-class Operand(NamedTuple):
-    """A tensor `(N, 1)` in addition to codes and scales, with one value for the whole matrix."""
-
-    name: str
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -66,10 +59,9 @@ class Format:
     Storage and arithmetic of one container. The base class stores INT8 codes one per byte.
 
     *Codes* are numbers of the grid, one per weight; `qdata` holds them in memory. Methods that take `*operands` get
-    the tensors in the order of the attribute.
+    the global scale, `(N, 1)`, if there is one.
 
     - `num_bits`: bits of a code in memory.
-    - `operands`: tensors in addition to `qdata` and `scale`.
     - `checkpoint_names`: names of all tensors in a checkpoint, without the layer's prefix.
     - `gguf_type`: type of GGUF that holds the codes unchanged.
     - `repeated_on_gpus`: grids of activations for which learner and engine share the product on a GPU, `None` for 16
@@ -81,7 +73,6 @@ class Format:
     """
 
     num_bits: int = 8
-    operands: tuple[Operand, ...] = ()
     checkpoint_names: tuple[str, ...] = ("weight", "weight_scale")
     gguf_type: str | None = None
     repeated_on_gpus: tuple[Grid | None, ...] = ()
@@ -183,7 +174,8 @@ class Format:
 
     def from_checkpoint(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """Return the inverse of [`~Format.to_checkpoint`], without a copy if the layouts agree."""
-        return tensors["weight"], tensors["weight_scale"]
+        codes, scale, *_ = self.checkpoint_names
+        return tensors[codes], tensors[scale]
 
     def kernels(self, scheme: QuantScheme, gpu: Any) -> KernelChoice:
         """Return vLLM's kernels for a scheme with this container on a GPU of compute capability 8.0 or newer."""

@@ -13,7 +13,7 @@ from testing_utils.layers import LAYERS, tiny
 from testing_utils.pictures import make_picture_config
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.quantization.inventory import Inventory, reasons_to_skip
-from trl_qarl.quantization.names import base_model, base_modules, base_state_dict, is_adapted
+from trl_qarl.quantization.names import base_model, base_modules, base_state_dict, is_adapted, layer_of
 from trl_qarl.quantization.precisions import set_precision
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 from trl_qarl.sharding.fsdp2 import keep_class_names
@@ -33,10 +33,10 @@ def model():
 
 def test_tensors_of_a_layer_are_together_and_in_order(model):
     layers = list(Inventory.of(model).walk())
-    names = [name for layer in layers for name in layer.tensors]
-    assert names == list(base_state_dict(model)) and len({layer.name for layer in layers}) == len(layers)
-    of_layers = ["model.layers.0", "model.layers.1"]
-    assert [layer.name for layer in layers] == ["model.embed_tokens", *of_layers, "model.norm", "lm_head"]
+    names = [{layer_of(name) for name in layer.tensors} for layer in layers]
+    assert [name for layer in layers for name in layer.tensors] == list(base_state_dict(model))
+    of_layers = [{"model.layers.0"}, {"model.layers.1"}]
+    assert names == [{"model.embed_tokens"}, *of_layers, {"model.norm"}, {"lm_head"}]
     first = layers[1]
     quantized = {name.removesuffix(".weight") for name in first.quantized}
     assert set(first.linears) - quantized == {"model.layers.0.self_attn.o_proj"}
@@ -71,17 +71,13 @@ def test_schemes_are_read_when_they_are_asked_for(model):
     assert changed == [name for name, (scheme, _) in before.items() if scheme.name == "w4a16"]
 
 
-@pytest.mark.parametrize("target_modules", ["all-linear", ["o_proj"]])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tied", "target_modules"), [(True, "all-linear"), (False, ["o_proj"])])
 def test_an_adapted_model_has_the_names_of_the_model_alone(tied, target_modules):
+    plain, inner = (tiny("qwen2", tie_word_embeddings=tied) for _ in range(2))
     peft = pytest.importorskip("peft")
-    plain = tiny("qwen2", tie_word_embeddings=tied)
-    adapted = peft.get_peft_model(
-        tiny("qwen2", tie_word_embeddings=tied), peft.LoraConfig(target_modules=target_modules)
-    )
+    adapted = peft.get_peft_model(inner, peft.LoraConfig(target_modules=target_modules))
     layers, expected = (
-        [(layer.name, [*layer.tensors], [*layer.linears]) for layer in Inventory.of(model).walk()]
-        for model in (adapted, plain)
+        [([*layer.tensors], [*layer.linears]) for layer in Inventory.of(model).walk()] for model in (adapted, plain)
     )
     assert layers == expected
     for model in (adapted, adapted.get_base_model()):

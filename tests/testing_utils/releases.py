@@ -45,19 +45,9 @@ def as_gptq(release: Path, folder, bits=4, group_size=32) -> Path:
     feature."""
     folder = Path(folder)
     folder.mkdir()
-    config = json.loads((release / "config.json").read_text())
-    config["quantization_config"] = {
-        "bits": bits,
-        "group_size": group_size,
-        "desc_act": False,
-        "sym": True,
-        "quant_method": "gptq",
-        "damp_percent": 0.01,
-        "static_groups": False,
-        "true_sequential": True,
-        "checkpoint_format": "gptq",
-    }
-    config["dtype"] = "float16"
+    config = json.loads((release / "config.json").read_text()) | {"dtype": "float16"}
+    described = {"quant_method": "gptq", "checkpoint_format": "gptq", "desc_act": False, "sym": True}
+    config["quantization_config"] = described | {"bits": bits, "group_size": group_size}
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {}
     for name, tensor in load_file(release / "model.safetensors").items():

@@ -93,7 +93,7 @@ class QuantPlan:
         quantized scheme only skipped layers.
         """
         names, parts, outside = list(names), parts or {}, outside or {}
-        rules, hits = dict(self.rules), {}
+        rules, hits = dict(self.rules), dict[str, set[str]]()
         for pattern, scheme in self.rules:
             if pattern == DEFAULT:
                 continue

@@ -254,8 +254,7 @@ class QuantizedLayer(nn.Module):
     - `quantized_weights`: weights by the names of their parameters. Their caches are part of neither the `state_dict`
       nor a pickle or copy of the module.
     - `product`: multiplies by a low-bit weight.
-    - `use_quantized_forward`: if false, the forward is that of the layer it was made from; the low-bit weight remains
-      available for publication and export.
+    - `use_quantized_forward`: if false, the forward is that of the layer it was made from.
     - `kernel_name`: name of the kernel of the last forward.
     """
 
@@ -290,7 +289,7 @@ class QuantizedLayer(nn.Module):
         return self._first.scale_dtype
 
     @property
-    def global_scale(self) -> float | None:
+    def shared_scale(self) -> float | None:
         """Divisor of the scales in a format with global scales, once chosen."""
         return self._first.global_scale
 

@@ -19,8 +19,7 @@ A grid with *signed scales* puts the largest weight on the smallest code, -2, -4
 
 If a group holds `+a` and `-a`, the negative one counts and `+a` becomes the largest code (7 for INT4). The arithmetic
 is float32 (float64 for float64 masters), so a 16-bit master has the codes of its float32 copy. Division by a power of
-two is exact: a bf16 master with bf16 scales keeps `w_max`, and the scales of 3 and 2 bits are 2 and 4 times those of 4
-bits, down to denormal numbers. Codes are clamped where rounding makes a scale smaller.
+two is exact, so the scales of 3 and 2 bits are 2 and 4 times those of 4 bits.
 """
 
 from collections.abc import Mapping
@@ -40,10 +39,9 @@ class KernelChoice:
     """
     vLLM's kernels for a scheme on a GPU.
 
-    `linear` and `experts` are class names of the kernels that may run linear layers and experts, the likeliest first.
-    vLLM takes them with the entries `backends` of `linear_backend_per_quant` and with `experts_backend` as
-    `moe_backend`; `None` leaves the choice to vLLM. `refusal` is the reason why vLLM must not run the scheme there,
-    `instead` the alternative.
+    `linear` and `experts` are class names of the kernels that may run linear layers and experts. vLLM takes them with
+    the entries `backends` of `linear_backend_per_quant`, and with `experts_backend` as `moe_backend`. `refusal` is the
+    reason why vLLM must not run the scheme there, `instead` the alternative.
     """
 
     linear: tuple[str, ...] = ()
@@ -89,8 +87,7 @@ class Format:
         global_scale: float | None,
         scale: torch.Tensor | None,
     ) -> Tensors:
-        """Return the tensors of a contiguous `weight` `(N, K)`, with these scales if given.
-        [`~trl_qarl.quantization.quantize.quantize_weight`] calls this for each block of rows."""
+        """Return the tensors of a block of rows of a weight, contiguous `(N, K)`, with these scales if given."""
         grid = scheme.grid
         if scheme.scale_dtype is not None:
             scale_dtype = getattr(torch, scheme.scale_dtype)
@@ -153,11 +150,9 @@ class Format:
         return (before.view(torch.uint8) != after.view(torch.uint8)).count_nonzero()
 
     def multiply(self, x: torch.Tensor, weight: Any, row_invariant: bool) -> tuple[torch.Tensor, str] | None:
-        """
-        Multiply `(M, K)` activations, or their codes as numbers, by a weight `(N, K)` with a kernel that reads the
-        codes. Return `x @ w'.T` and the kernel's name; `None` without such a kernel, or if the product of the expanded
-        weight is faster ([`trl_qarl.quantization.gemm`]). `row_invariant` asks for one kernel for any number of rows.
-        """
+        """Multiply `(M, K)` activations by a weight `(N, K)` with a kernel that reads the codes. Return `x @ w'.T` and
+        the kernel's name; `None` without such a kernel, or if the product of the expanded weight is faster.
+        `row_invariant` asks for one kernel for any number of rows."""
         return None
 
     def release(self, x: torch.Tensor, weight: Any) -> None:

@@ -36,10 +36,9 @@ from ..quantization.experts import DOWN, QuantizedExperts
 from ..quantization.fixed_scales import fix_scales, held_scale, weight_name
 from ..quantization.formats.registry import CHECKPOINT_NAMES
 from ..quantization.inventory import Inventory
-from ..quantization.linear import QuantizedLinear
 from ..quantization.names import base_state_dict, find_checkpoint_names, is_adapted, method_of
 from ..quantization.schemes import SCHEMES, QuantScheme
-from ..quantization.swap import restore_model
+from ..quantization.swap import quantize_layer, restore_model
 from ..quantization.tensors import LowBitTensor
 from ..replacing import replaced
 from ..wire.describe import scheme_of_group
@@ -406,11 +405,8 @@ def _fill(
         scheme = _scheme_of(first, schemes, folder)
         # The dtype of scales is the engine's, unless the container prescribes one.
         scale_dtype = scales[first].dtype if scheme.container.scale_dtype is None else model.config.dtype
-        if isinstance(module, nn.Linear):
-            layer, parts = QuantizedLinear.from_linear(module, scheme, scale_dtype), {"weight": [first]}
-        else:
-            layer = QuantizedExperts.from_experts(module, scheme, scale_dtype)
-        for leaf, matrices in parts.items():
+        layer = quantize_layer(module, scheme, scale_dtype)
+        for leaf, matrices in (parts or {"weight": [first]}).items():
             missing = [matrix for matrix in matrices if matrix not in low_bit]
             if missing:
                 raise ValueError(

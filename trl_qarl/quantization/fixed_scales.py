@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .formats.base import dtype_of_scales
 from .names import base_model
 from .schemes import SCHEMES, QuantScheme
 from .weight import QuantizedWeight, num_steps
@@ -86,7 +87,7 @@ def fixed_schemes(
                 f"The checkpoint holds {name!r} as {container!r}{groups}, and scheme {scheme.name!r} is {scheme.container.name!r}. Use "
                 f"one of {[n for n, other in SCHEMES.items() if other.container.name == container]}, or start from the high-precision checkpoint."
             )
-        held = dtype if scheme.scale_dtype is None else getattr(torch, scheme.scale_dtype)
+        held = dtype_of_scales(scheme, dtype)
         if not torch.equal(scale.to(held).float(), scale.float()):
             raise ValueError(
                 f"The checkpoint has scales in {scale.dtype}, which {held} does not hold ({weight!r}): training would not start "

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .experts import QuantizedExperts, has_stacked_matrices, is_released_form
+from .experts import QuantizedExperts, is_released_form
 from .fixed_scales import FixedScale, fixed_scales, fixed_schemes, weight_name
+from .formats.base import dtype_of_scales
 from .formats.registry import format_of
 from .gemm import low_bit_linear
 from .inventory import (
@@ -138,7 +139,7 @@ def swap_layers(
         return SwapReport(plan)
     candidates = Inventory.of(model).quantizable
     scheme_of = {candidates[name]: scheme for name, scheme in schemes.items()}
-    layers = _replace(model, scheme_of, lambda module: _quantized(module, scheme_of[module], scale_dtype))
+    layers = _replace(model, scheme_of, lambda module: quantize_layer(module, scheme_of[module], scale_dtype))
     named = {name: layers[candidates[name]] for name in schemes}
     share_global_scales(named)
     if scales := fixed_scales(model):
@@ -261,9 +262,11 @@ def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str
             weight.forget()
 
 
-def _quantized(module: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None) -> QuantizedLayer:
-    is_experts = has_stacked_matrices("", module)
-    return (QuantizedExperts.from_experts if is_experts else QuantizedLinear.from_linear)(module, scheme, scale_dtype)
+def quantize_layer(module: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None) -> QuantizedLayer:
+    """Make the quantized layer that replaces a linear layer or a module of experts."""
+    if isinstance(module, nn.Linear):
+        return QuantizedLinear.from_linear(module, scheme, scale_dtype)
+    return QuantizedExperts.from_experts(module, scheme, scale_dtype)
 
 
 def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport:
@@ -293,12 +296,10 @@ def report_layers(plan: QuantPlan, layers: Mapping[str, QuantizedLayer], skipped
 def low_bit_bytes(weight: QuantizedWeight) -> int:
     """Return the size of a low-bit weight in bytes, without computing the weight."""
     *rows, columns = weight.shape
-    num_rows = math.prod(rows)
-    num_scales = columns // (weight.group_size or columns) * num_rows
-    container, fixed = weight.scheme.container, weight.scheme.scale_dtype
-    scale_dtype = weight.scale_dtype if fixed is None else getattr(torch, fixed)
-    global_scale = 4 * num_rows * container.has_global_scale
-    return weight.shape.numel() * container.num_bits // 8 + num_scales * scale_dtype.itemsize + global_scale
+    num_rows, container = math.prod(rows), weight.scheme.container
+    scales = columns // (weight.group_size or columns) * dtype_of_scales(weight.scheme, weight.scale_dtype).itemsize
+    global_scale = 4 if container.has_global_scale else 0
+    return num_rows * (columns * container.num_bits // 8 + scales + global_scale)
 
 
 def restore_model(model: nn.Module) -> int:

@@ -89,8 +89,8 @@ class Format:
     ) -> Tensors:
         """Return the tensors of a block of rows of a weight, contiguous `(N, K)`, with these scales if given."""
         grid = scheme.grid
+        scale_dtype = dtype_of_scales(scheme, scale_dtype)
         if scheme.scale_dtype is not None:
-            scale_dtype = getattr(torch, scheme.scale_dtype)
             weight = weight.to(torch.promote_types(weight.dtype, scale_dtype))
         if grid.has_signed_scales:
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
@@ -175,6 +175,11 @@ class Format:
     def kernels(self, scheme: QuantScheme, gpu: Any) -> KernelChoice:
         """Return vLLM's kernels for a scheme with this container on a GPU of compute capability 8.0 or newer."""
         raise NotImplementedError
+
+
+def dtype_of_scales(scheme: QuantScheme, engine_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a scheme's scales where the engine runs the model in `engine_dtype`."""
+    return engine_dtype if scheme.scale_dtype is None else getattr(torch, scheme.scale_dtype)
 
 
 def fits_cpu_kernels(x: torch.Tensor, weight: Any) -> bool:

@@ -115,7 +115,7 @@ def test_a_layer_under_several_names_stays_one_layer():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "dtype"), zip(QUANTIZED, cycle([torch.float32, torch.bfloat16]), strict=False), ids=str
+    ("scheme", "dtype"), [*zip(QUANTIZED, cycle([torch.float32, torch.bfloat16]), strict=False)], ids=str
 )
 def test_a_converted_model_equals_the_prepared_one(scheme, dtype):
     model, tokens = tiny("qwen2").to(dtype), torch.randint(4, 200, (2, 24))

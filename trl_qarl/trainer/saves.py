@@ -151,11 +151,11 @@ class SavesRuns(PushesPolicy):
         folder, problem = answer
         if problem is not None:
             raise ValueError(problem)
-        found = record.check_checkpoint(folder, self.args.output_dir, self.policy.record())
-        if found is not None:
-            check_resumed_launch(self.accelerator, found)
-            check_states(found, self._state_settings())
-        return found
+        if folder is not None:
+            record.check_checkpoint(folder, self.policy.record())
+            check_resumed_launch(self.accelerator, folder)
+            check_states(folder, self._state_settings())
+        return folder
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

@@ -45,6 +45,11 @@ def test_tensors_of_a_layer_are_together_and_in_order(model):
     assert dict(Inventory.of(model).weights()) == weights
 
 
+def test_a_layer_is_the_name_up_to_its_first_number():
+    layers = {"0.weight": "0", "model.layers.3.mlp.experts.7.up_proj.weight": "model.layers.3", "weight": "weight"}
+    assert {name: layer_of(name) for name in layers} == layers
+
+
 def test_a_module_that_was_replaced_is_noticed(model):
     first = Inventory.of(model)
     assert Inventory.of(model) is first

@@ -109,11 +109,11 @@ def test_an_engine_without_batch_invariance_is_refused(monkeypatch):
     with pytest.raises(ValueError) as info:
         check_arithmetic({"arithmetic": cuda.describe_arithmetic(config)}, on_gpu=True)
     assert str(info.value).splitlines()[1:6] == [
-        "  VLLM_BATCH_INVARIANT: learner 1, engine 0",
-        "  VLLM_USE_V2_MODEL_RUNNER: learner 0, engine 1",
+        "  VLLM_BATCH_INVARIANT: learner '1', engine '0'",
+        "  VLLM_USE_V2_MODEL_RUNNER: learner '0', engine '1'",
         "  enforce_eager: learner True, engine False",
-        "  attention_backend: learner FLASH_ATTN, engine FLASHINFER",
-        "  head_dtype: learner torch.bfloat16, engine torch.float32",
+        "  attention_backend: learner 'FLASH_ATTN', engine 'FLASHINFER'",
+        "  head_dtype: learner 'torch.bfloat16', engine 'torch.float32'",
     ]
     assert "trl-qarl vllm-serve --numerics engine" in str(info.value)
     check_arithmetic({"arithmetic": cuda.describe_arithmetic()}, on_gpu=True)

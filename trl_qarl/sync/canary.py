@@ -83,15 +83,10 @@ class Canary:
             return (self._log_probs(text) - log_probs).abs().mean().item()
 
     def compare(self, learner: list[tuple[torch.Tensor, float | None]], engine: Engine) -> dict[str, float]:
-        """
-        Compare the log-probs of the engine, or of each replica of a server, with the `learner`'s [`~Canary.score`].
-
-        Return `publish/canary_abs_logp`, the largest mean difference of a replica in nats, and
-        `publish/canary_rounding`, the learner's own, if it was needed; with a picture the same under
-        `publish/canary_picture_`.
-        [`PublishError`] is raised if rounding does not explain the difference, or the engine builds another prompt
-        from the picture.
-        """
+        """Compare the log-probs of the engine, or of each replica of a server, with the `learner`'s
+        [`~Canary.score`]. Return the largest mean difference of a replica in nats, and the learner's rounding if it
+        was needed, for each text. [`PublishError`] is raised if rounding does not explain the difference, or the
+        engine builds another prompt from the picture."""
         found: dict[str, float] = {}
         for text, (log_probs, rounding) in zip(self.texts, learner, strict=True):
             scored = torch.tensor(engine.score(text.token_ids, text.pictures))
@@ -107,9 +102,8 @@ class Canary:
             if not difference <= limit:
                 engine.clear_cache()
                 name = "the engine" if len(replicas) == 1 else f"replica {worst}"
-                own_code = "The model's own code (trust_remote_code) may compute otherwise than vLLM. " * has_own_code(
-                    self.model
-                )
+                own_code = "The model's own code (trust_remote_code) may compute otherwise than vLLM. "
+                own_code *= has_own_code(self.model)
                 raise PublishError(
                     f"After publication {name}'s log-probs of {len(log_probs)} fixed tokens{' after a picture' if text.pictures else ''} are {difference:.3g} nats from the "
                     f"learner's on average, although it holds the learner's tensors. Rounding explains {limit:.3g}, {LIMIT:g} times what it "

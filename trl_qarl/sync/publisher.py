@@ -98,10 +98,8 @@ class Publisher:
             context = theirs.get("max_model_len", math.inf)
             problems += window_differences(config.get_text_config(), theirs.get("windows") or [], context)
             image_processor = getattr(self.processing_class, "image_processor", None)
-            ours, engine = (
-                describe_pictures(config, image_processor, PICTURE_OPTIONS),
-                {**(theirs.get("pictures") or {})},
-            )
+            ours = describe_pictures(config, image_processor, PICTURE_OPTIONS)
+            engine = {**(theirs.get("pictures") or {})}
             # vLLM's own classes of configurations lack settings.
             towers = [side.pop("tower", {}) for side in (ours, engine)]
             problems += differences("pictures.", ours, engine) + differences("pictures.tower.", *towers)
@@ -130,18 +128,9 @@ class Publisher:
         return theirs
 
     def publish(self, weight_version: str) -> dict[str, float]:
-        """
-        Send the changes since the last publication, check all tensors, and return measurements. With sharded masters
-        the other processes [`~Publisher.join`].
-
-        Returns:
-            `publish/seconds`; `publish/audit_seconds`, the part that the learner spent on fingerprints;
-            `publish/megabytes` sent; `publish/tensors` sent; `publish/unchanged_tensors` not sent again; with a
-            tokenizer the results of [`Canary`].
-
-        Raises:
-            PublishError: if the engine does not hold the weights. The next call sends everything.
-        """
+        """Send the changes since the last publication, check all tensors, and return measurements (docs/health.md),
+        with a tokenizer those of [`Canary`] too. With sharded masters the other processes [`~Publisher.join`].
+        [`PublishError`] is raised if the engine does not hold the weights. The next call sends everything."""
         start, self._audit_seconds = time.perf_counter(), 0.0
         fingerprints: dict[str, str] = {}
         # First: it gathers, and the other ranks must not wait for this one if anything else fails.
@@ -214,7 +203,8 @@ class Publisher:
         if changed:
             logger.warning(
                 "The engine no longer held the published weights: something else writes into its memory. Sent again: %s",
-                ", ".join(sorted({_unit_of(name) for name in changed})),
+                # What is sent together.
+                ", ".join(sorted({"adapter" if is_adapter_tensor(name) else layer_of(name) for name in changed})),
             )
             # The cache may hold NaN from corrupt weights. Attention reads whole blocks of it, and 0 times NaN is NaN.
             self.engine.clear_cache()
@@ -294,11 +284,10 @@ def problems_of_ranks(inventory: Inventory, config: Mapping[str, Any], size: int
 
 def largest_chunk(model: nn.Module, dtype: torch.dtype) -> int:
     """Return an upper bound of the bytes of a chunk when `model`, which may be on the meta device, is published."""
+    layers = groupby(model.state_dict().items(), key=lambda item: layer_of(item[0]))
     sizes = [
-        sum(
-            tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize) for _, tensor in layer
-        )
-        for _, layer in groupby(model.state_dict().items(), key=lambda item: layer_of(item[0]))
+        sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for _, t in layer)
+        for _, layer in layers
     ]
     return min(sum(sizes), max(CHUNK_BYTES, *sizes))
 
@@ -339,8 +328,3 @@ def _kernel_problems(inventory: Inventory, engine: Mapping[str, Any]) -> Iterato
     linear = [layer.scheme for layer in layers if not isinstance(layer, QuantizedExperts)]
     refused = [reason for scheme in dict.fromkeys(linear + experts) if (reason := reason_against(scheme, gpu))]
     yield from refused or unexpected_kernels(kernels, linear, experts, gpu)
-
-
-def _unit_of(name: str) -> str:
-    """Return the name of the layer, or the adapter, whose tensors are sent together."""
-    return "adapter" if is_adapter_tensor(name) else layer_of(name)

@@ -79,9 +79,7 @@ def register() -> None:
         from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
         from .cpu_attention import register_attention
-        from .cpu_convolutions import register_convolutions
-        from .cpu_norms import register_norms
-        from .cpu_rotations import register_rotations
+        from .cpu_layers import register_convolutions, register_norms, register_rotations
         from .cpu_scans import register_scans
         from .expert_kernels import register_experts
         from .linear_kernels import register_kernels

@@ -67,6 +67,10 @@ def each(change):
     return change_each
 
 
+def other_first(answer):
+    answer["logprob_token_ids"][1][2] = [99, answer["completion_ids"][1][2]]
+
+
 WHERE = "completion 1 of 4, token 2 of 4: "
 
 BAD = {
@@ -82,6 +86,7 @@ BAD = {
     "log-probs' tokens null": (lambda answer: answer.update(logprob_token_ids=None), "no lists of the log-probs'"),
     "a list of log-probs fewer": (lambda answer: answer["logprobs"].pop(), "3 lists of log-probs in place of 4"),
     "a log-prob fewer": (lambda answer: answer["logprobs"][1].pop(), "completion 1 of 4 has 3 log-probs for 4"),
+    "a log-prob more": (lambda answer: answer["completion_ids"][1].pop(), "completion 1 of 4 has 4 log-probs for 3"),
     "no log-prob of a token": (put("logprobs", 1, 2, []), f"{WHERE}NaN"),
     "log-prob NaN, as TRL marks it": (logprob(None), f"{WHERE}NaN"),
     "log-prob NaN": (logprob(math.nan), f"{WHERE}NaN"),
@@ -90,6 +95,7 @@ BAD = {
     "log-prob above rounding": (logprob(0.021), rf"{WHERE}0\.021"),
     "log-prob of text": (logprob("-1.0"), rf"{WHERE}'-1\.0'"),
     "log-prob of another token": (put("logprob_token_ids", 1, 2, 0, 77), f"{WHERE}11 was sampled.* 77"),
+    "log-prob of another token first": (other_first, f"{WHERE}11 was sampled.* 99"),
 }
 
 

@@ -86,7 +86,8 @@ class Publisher:
                 "Install the same version on both sides, and start the server again."
             )
         inventory = Inventory.of(self.model)
-        problems = config_differences(quantization_config(inventory), theirs["quantization_config"])
+        quantization = quantization_config(inventory)
+        problems = config_differences(quantization, theirs["quantization_config"])
         ours = {"dtype": str(self.dtype).removeprefix("torch."), "logprobs_mode": "processed_logprobs"}
         problems += differences("", ours, theirs, ours)
         config = getattr(self.model, "config", None)
@@ -110,8 +111,8 @@ class Publisher:
             *_unsupported_settings(theirs),
             *adapter_problems(self.model, theirs),
             *_kernel_problems(inventory, theirs),
+            *problems_of_ranks(inventory, quantization, theirs["tensor_parallel_size"]),
         ]
-        problems += problems_of_ranks(inventory, quantization_config(inventory), theirs["tensor_parallel_size"])
         needed = max((len(text.token_ids) + 1 for text in self.canary.texts), default=0)
         if theirs.get("max_model_len", needed) < needed:
             problems.append(

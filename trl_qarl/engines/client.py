@@ -32,6 +32,8 @@ _HANDSHAKE_SECONDS = 60.0
 # A server detects a closed session within milliseconds.
 _REFUSAL_SECONDS = 10.0
 
+_START = "trl-qarl vllm-serve --model MODEL --scheme SCHEME --dtype DTYPE"
+
 # TRL's path for prompts without pictures.
 _TEXT_PATH = "/v1/completions"
 
@@ -61,13 +63,7 @@ class QaRLClient(VLLMClient):
     """Call that joins NCCL's group; a request that fails meanwhile ends it."""
 
     def __init__(
-        self,
-        base_url: str,
-        group_port: int = 51216,
-        connection_timeout: float = 0.0,
-        token: str | None = None,
-        token_file: str | Path | None = None,
-        start_command: str = "trl-qarl vllm-serve --model MODEL --scheme SCHEME --dtype DTYPE",
+        self, base_url, group_port=51216, connection_timeout=0.0, token=None, token_file=None, start_command=_START
     ):
         self._token, self._token_file = token, token_file
         self._held: requests.Response | None = None
@@ -275,9 +271,8 @@ class QaRLClient(VLLMClient):
         def draw(places: list[int]) -> list[dict[str, Any]]:
             prompts = [body["prompt"][place // body["n"]] for place in places]
             # With the seed of the request the same tokens would be drawn again.
-            return self._post_once(
-                f"{self.base_url}{_TEXT_PATH}", json=body | {"prompt": prompts, "n": 1, "seed": None}
-            )["choices"]
+            changed = body | {"prompt": prompts, "n": 1, "seed": None}
+            return self._post_once(f"{self.base_url}{_TEXT_PATH}", json=changed)["choices"]
 
         return draw_again(choices, itemgetter("token_ids"), self.placeholders, draw)
 

@@ -237,9 +237,7 @@ def _calls_of(engine: Engine) -> Iterator[BackgroundCall]:
             torch.set_num_threads(num_threads)
 
 
-def _take_while_running(
-    call: BackgroundCall, layers: Iterator[tuple[Tensors, dict[str, str]]]
-) -> deque[tuple[Tensors, dict[str, str]]]:
+def _take_while_running(call: BackgroundCall, layers: Iterator[tuple[Tensors, dict[str, str]]]) -> deque:
     """Return the layers that are ready before the `call` ends, up to the size of a chunk."""
     taken, num_bytes = deque(), 0
     while call.is_running and num_bytes < CHUNK_BYTES and (layer := next(layers, None)) is not None:

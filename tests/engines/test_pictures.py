@@ -137,5 +137,4 @@ def test_a_server_is_asked_again_for_one_completion_of_a_prompt():
         "logprobs": [[[-1.0]], [[-1.0]]],
         "logprob_token_ids": [[[5]], [[4]]],
     }
-    sampling = [request["sampling_params"] for request in requests]
-    assert [(each["n"], each["seed"]) for each in sampling] == [(2, 3), (1, None)]
+    assert [(r["sampling_params"]["n"], r["sampling_params"]["seed"]) for r in requests] == [(2, 3), (1, None)]

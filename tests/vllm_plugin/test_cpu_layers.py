@@ -84,7 +84,8 @@ def test_heads_with_a_dimension_of_their_own_are_rotated():
         rotary = RotaryEmbedding(32, 32, 64, 1e4, False, torch.float32)
     positions, queries, keys = torch.arange(5), torch.rand(5, 4, 96)[..., 64:], torch.rand(5, 1, 80)[..., 48:]
     wanted = rotary.forward_native(positions, queries.flatten(1), keys.flatten(1))
-    for heads, rows in zip(rotary.forward_cpu(positions, queries, keys), wanted, strict=True):
+    for given, heads, rows in zip((queries, keys), rotary.forward_cpu(positions, queries, keys), wanted, strict=True):
+        assert heads.shape == given.shape
         torch.testing.assert_close(heads.flatten(1), rows)
 
 

@@ -93,8 +93,8 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
     schemes: tuple[QuantScheme, ...] = ()
     # Other checks report an invalid plan.
     with suppress(ValueError):
-        schemes = config.plan.schemes
-    if not config.use_cpu and not all(map(cuda.covers, schemes)):
+        schemes = () if config.use_cpu else config.plan.schemes
+    if not all(map(cuda.covers, schemes)):
         covered = ["bf16", *(name for name, scheme in SCHEMES.items() if cuda.covers(scheme))]
         reason = f"its product has not been compared with the engine's; those of {covered} have"
         yield f"scheme={config.scheme!r}: {reason}"

@@ -4,6 +4,7 @@ Attaches the engine's operations to a transformers model, and detaches them: a m
 """
 
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,11 +38,23 @@ def attach_engine_numerics(
     Have `model` compute every log-prob like the engine, bit for bit, with gradients.
 
     Quantized layers run the engine's product of their scheme; other parameters stay float32 masters that are rounded
-    to `dtype`, the engine's, at each use. Autocast has no effect. Logits are in `dtype`; compute log-probs with
-    [`~trl_qarl.bitwise.ops.token_log_probs`], or pass `labels` and `fused_lm_head=True` like TRL, which takes the
-    sampling `temperature`. The engine pads adapters next to the layers with zeros to `adapter_rank`, by default their
-    own, which affects the last bit. `ValueError` is raised by
-    [`~trl_qarl.bitwise.availability.check_engine_numerics`], or if they are attached already.
+    to `dtype` at each use. Autocast has no effect. Logits are in `dtype`; compute log-probs with
+    [`~trl_qarl.bitwise.ops.token_log_probs`], or pass `labels` and `fused_lm_head=True` like TRL.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            A model of a class in [`~trl_qarl.bitwise.availability.COVERED_CLASSES`], prepared by
+            [`~trl_qarl.prepare_model`] or not quantized, with or without LoRA.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`):
+            Dtype in which the engine runs the model.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Sampling temperature, for calls with `fused_lm_head=True`.
+        adapter_rank (`int`, *optional*):
+            Rank to which the engine pads adapters next to the layers with zeros, which affects the last bit.
+            Defaults to their own rank.
+
+    Raises:
+        ValueError: from [`~trl_qarl.bitwise.availability.check_engine_numerics`], or if they are attached already.
     """
     if has_engine_numerics(model):
         raise ValueError("Engine numerics are attached to this model already. Call `detach_engine_numerics` first.")
@@ -86,6 +99,11 @@ def keep_no_products(model: nn.Module) -> None:
     for module in model.modules():
         if (operation := operation_of(module)) is not None:
             operation.keeps_products = False
+
+
+def logit_options(config: Any) -> tuple[float | None, float]:
+    """Return the cap and the factor of a model's logits, like TRL's `add_fused_lm_head`."""
+    return getattr(config, "final_logit_softcapping", None), 1 / getattr(config, "logits_scaling", 1.0)
 
 
 def _true_positions(module, args, kwargs):
@@ -137,13 +155,10 @@ class _ModelForward(EngineOperation):
         # FSDP2 gathers the head with the last norm, but with an adapter only when the head itself is called.
         weight, bias = (None if master is None else whole(master) for master in (head.weight, head.bias))
         product = operation_of(head).product(weight)
-        config = model.config
-        # Like TRL's `add_fused_lm_head`.
-        cap, factor = getattr(config, "final_logit_softcapping", None), 1 / getattr(config, "logits_scaling", 1.0)
-        options = self.temperature, cap, factor
+        options = self.temperature, *logit_options(model.config)
         values = ops.head_log_probs(hidden, weight, bias, product, shift_labels[scored], *options)
         log_probs, entropy = (value.new_zeros(scored.shape).masked_scatter(scored, value) for value in values)
-        aux_loss = None
+        aux_loss, config = None, model.config
         if logits := getattr(outputs, "router_logits", None):
             mask = kwargs.get("attention_mask")
             # All mixtures of transformers, and TRL, use Mixtral's.

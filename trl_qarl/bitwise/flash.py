@@ -13,7 +13,14 @@ def starts_of(lengths, device: torch.device) -> tuple[list[torch.Tensor], list[i
     return starts, [*map(max, lengths)]
 
 
-def joined_attention(query, key, value, lengths: tuple[int, ...], runs, scale: float) -> torch.Tensor:
+def joined_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: tuple[int, ...],
+    runs: tuple[tuple[slice, slice], ...],
+    scale: float,
+) -> torch.Tensor:
     """
     Return the attention `(N, heads, head_dim)` of segments of these `lengths` to themselves and to shared prompts.
 

@@ -310,7 +310,19 @@ def operation_for(module: nn.Module, layers: str) -> type[EngineOperation] | Non
     return None if operation in (_RotaryEmbedding, _Attention) and rotates_alike else operation
 
 
-def _attend(module, query, key, value, attention_mask, scaling, softcap=None, layout=None, **kwargs):
+def _attend(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling,
+    position_ids=None,
+    sliding_window=None,
+    softcap=None,
+    layout=None,
+    **kwargs,
+):
     """
     Implement transformers' attention interface with the engine's kernel. Return `(B, T, heads, head_dim)`, 0 for
     padding, and `None` in place of attention weights.
@@ -322,7 +334,6 @@ def _attend(module, query, key, value, attention_mask, scaling, softcap=None, la
     """
     batch, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    position_ids, sliding_window = kwargs.get("position_ids"), kwargs.get("sliding_window")
     options = {"scale": scaling, "window": sliding_window or None, "softcap": softcap}
     if layout is not None:
         layout.calls.append(ATTENTION)

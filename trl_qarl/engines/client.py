@@ -6,7 +6,6 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -32,8 +31,6 @@ _HANDSHAKE_SECONDS = 60.0
 # A server detects a closed session within milliseconds.
 _REFUSAL_SECONDS = 10.0
 
-_START = "trl-qarl vllm-serve --model MODEL --scheme SCHEME --dtype DTYPE"
-
 # TRL's path for prompts without pictures.
 _TEXT_PATH = "/v1/completions"
 
@@ -49,10 +46,21 @@ class QaRLClient(VLLMClient):
     they know the same secret. Without a session only the requests of this handshake are sent. The caller decides about
     retries: TRL's client repeats failed requests, but an update must not be repeated in part.
 
-    `token` is the secret of a server that was started here; else the secret is in `token_file`, by default the file
-    that the server names, which only the same user can read. `ConnectionError` with the `start_command` is raised if
-    no server answers, and `ValueError` if one was started in another way, works for another trainer, or has another
-    secret.
+    Args:
+        base_url, group_port:
+            Address of the server, such as `"http://127.0.0.1:8000"`, and port of the NCCL group.
+        connection_timeout:
+            Seconds to wait for the server.
+        token, token_file:
+            The secret of a server that was started here, or a file that contains it. Defaults to the file that the
+            server names, which only the same user can read.
+        start_command:
+            Command that starts a server, for the error if none answers.
+
+    Raises:
+        ConnectionError: if no server answers, with the command that starts one.
+        ValueError: if the server was started in another way, works for another trainer, has another secret or does not
+            prove that it knows the secret; if the token file cannot be read or other users can read it.
     """
 
     session: CheckedSession
@@ -63,7 +71,13 @@ class QaRLClient(VLLMClient):
     """Call that joins NCCL's group; a request that fails meanwhile ends it."""
 
     def __init__(
-        self, base_url, group_port=51216, connection_timeout=0.0, token=None, token_file=None, start_command=_START
+        self,
+        base_url: str,
+        group_port: int = 51216,
+        connection_timeout: float = 0.0,
+        token: str | None = None,
+        token_file: str | Path | None = None,
+        start_command: str = "trl-qarl vllm-serve --model MODEL --scheme SCHEME --dtype DTYPE",
     ):
         self._token, self._token_file = token, token_file
         self._held: requests.Response | None = None
@@ -196,8 +210,11 @@ class QaRLClient(VLLMClient):
             self._held = self._lines = None
 
     def reconnect(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the server and open a session again. Return whether the server is a new
-        process. [`ServerLost`] is raised if none answers in time, and earlier for one that opens no session."""
+        """
+        Wait up to `timeout` seconds for the server and open a session again. Return whether the server is a new
+        process. [`ServerLost`] is raised if no server answers in time, and earlier for one that opens no session: it
+        works for another trainer, or something else has taken the port.
+        """
         self.close_session()
         instance, start, refused_since = self.instance, time.monotonic(), None
         while True:
@@ -221,10 +238,11 @@ class QaRLClient(VLLMClient):
 
     def is_healthy(self) -> bool:
         """Return whether the server answers and its engine lives."""
-        with suppress(ServerLost):
+        try:
             self._ask_for_health()
             return True
-        return False
+        except ServerLost:
+            return False
 
     def control(
         self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
@@ -271,8 +289,9 @@ class QaRLClient(VLLMClient):
         def draw(places: list[int]) -> list[dict[str, Any]]:
             prompts = [body["prompt"][place // body["n"]] for place in places]
             # With the seed of the request the same tokens would be drawn again.
-            changed = body | {"prompt": prompts, "n": 1, "seed": None}
-            return self._post_once(f"{self.base_url}{_TEXT_PATH}", json=changed)["choices"]
+            return self._post_once(
+                f"{self.base_url}{_TEXT_PATH}", json=body | {"prompt": prompts, "n": 1, "seed": None}
+            )["choices"]
 
         return draw_again(choices, itemgetter("token_ids"), self.placeholders, draw)
 

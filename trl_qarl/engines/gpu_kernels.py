@@ -89,9 +89,14 @@ def reason_against(scheme: QuantScheme, gpu: Gpu) -> str | None:
 def kernel_arguments(
     quantization_config: Mapping[str, Any] | None, dtype: str, on_cpu: bool, gpu: Gpu | None = None
 ) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` that select the kernels of [`choose_kernels`]; none on a CPU. `gpu` defaults
-    to this machine's, and without one, as for a command that another machine will run, to Hopper, which runs most
-    schemes. `ValueError` is raised for `w4a8` on a CPU or in another dtype than bfloat16, and for refused schemes."""
+    """
+    Return the arguments of `vllm.LLM` that select the kernels of [`choose_kernels`]; none on a CPU.
+
+    The first two arguments are attributes of an [`~trl_qarl.engines.spec.EngineSpec`]. `gpu` defaults to the one of
+    this machine; without one, as for a command that another machine will run, to Hopper, which runs most schemes.
+    `ValueError` is raised for `w4a8` on a CPU or in another dtype than bfloat16, and for schemes that
+    [`choose_kernels`] refuses.
+    """
     groups = (quantization_config or {}).get("config_groups", {})
     schemes = {name: scheme for name, group in groups.items() if (scheme := scheme_of_group(name, group)) is not None}
     has_w4a8 = any(scheme.has_fp8_scales for scheme in schemes.values())

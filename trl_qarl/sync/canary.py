@@ -83,10 +83,15 @@ class Canary:
             return (self._log_probs(text) - log_probs).abs().mean().item()
 
     def compare(self, learner: list[tuple[torch.Tensor, float | None]], engine: Engine) -> dict[str, float]:
-        """Compare the log-probs of the engine, or of each replica of a server, with the `learner`'s
-        [`~Canary.score`]. Return the largest mean difference of a replica in nats, and the learner's rounding if it
-        was needed, for each text. [`PublishError`] is raised if rounding does not explain the difference, or the
-        engine builds another prompt from the picture."""
+        """
+        Compare the log-probs of the engine, or of each replica of a server, with the `learner`'s [`~Canary.score`].
+
+        Return `publish/canary_abs_logp`, the largest mean difference of a replica in nats, and
+        `publish/canary_rounding`, the learner's own, if it was needed; with a picture the same under
+        `publish/canary_picture_`.
+        [`PublishError`] is raised if rounding does not explain the difference, or the engine builds another prompt
+        from the picture.
+        """
         found: dict[str, float] = {}
         for text, (log_probs, rounding) in zip(self.texts, learner, strict=True):
             scored = torch.tensor(engine.score(text.token_ids, text.pictures))

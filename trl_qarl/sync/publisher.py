@@ -129,9 +129,18 @@ class Publisher:
         return theirs
 
     def publish(self, weight_version: str) -> dict[str, float]:
-        """Send the changes since the last publication, check all tensors, and return measurements (docs/health.md),
-        with a tokenizer those of [`Canary`] too. With sharded masters the other processes [`~Publisher.join`].
-        [`PublishError`] is raised if the engine does not hold the weights. The next call sends everything."""
+        """
+        Send the changes since the last publication, check all tensors, and return measurements. With sharded masters
+        the other processes [`~Publisher.join`].
+
+        Returns:
+            `publish/seconds`; `publish/audit_seconds`, the part that the learner spent on fingerprints;
+            `publish/megabytes` sent; `publish/tensors` sent; `publish/unchanged_tensors` not sent again; with a
+            tokenizer the results of [`Canary`].
+
+        Raises:
+            PublishError: if the engine does not hold the weights. The next call sends everything.
+        """
         start, self._audit_seconds = time.perf_counter(), 0.0
         fingerprints: dict[str, str] = {}
         # First: it gathers, and the other ranks must not wait for this one if anything else fails.

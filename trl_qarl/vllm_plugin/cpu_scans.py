@@ -63,7 +63,20 @@ def _in_any_dtype(core: Callable[..., None], forward: Callable[..., None]) -> Ca
 
 
 def scan_selectively(
-    u, states, delta, A, B, C, D, z, delta_bias, *, query_start_loc, cache_indices, has_initial_state, **_
+    u: torch.Tensor,
+    states: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    z: torch.Tensor,
+    delta_bias: torch.Tensor,
+    *,
+    query_start_loc: torch.Tensor,
+    cache_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    **_: Any,
 ) -> torch.Tensor:
     """Return Mamba 1's outputs `(d, T)` for the T tokens of sequences, and put the last state of each in `states`.
     Tensors of tokens are `(d, T)`, with d channels, or `(n, T)`, with n states of each."""
@@ -76,7 +89,20 @@ def scan_selectively(
 
 
 def step_selectively(
-    states, x, dt, A, B, C, D, dt_bias, *, z, state_batch_indices, dst_state_batch_indices, out, **_
+    states: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    z: torch.Tensor,
+    state_batch_indices: torch.Tensor,
+    dst_state_batch_indices: torch.Tensor,
+    out: torch.Tensor,
+    **_: Any,
 ) -> None:
     """Write Mamba 1's outputs `(N, d)` for one token of each of N sequences to `out`, and their new states."""
     running = states[state_batch_indices.flatten()].float()
@@ -86,13 +112,24 @@ def step_selectively(
 
 
 def apply_delta_rule(
-    q, k, v, g, beta, *, initial_state, cu_seqlens, ssm_state_indices=None, **_
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    ssm_state_indices: torch.Tensor | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs of the gated delta rule with normalized queries and keys, and the last states. With indices
     of the sequences' states, these are replaced in place."""
     running = (initial_state if ssm_state_indices is None else initial_state[ssm_state_indices]).float()
 
-    def step(state, q, k, v, g, beta) -> torch.Tensor:
+    def step(
+        state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor:
         state *= g.exp()[..., None, None]
         error = (v - (state @ k[..., None])[..., 0]) * beta[..., None]
         state.flatten(0, 1).baddbmm_(error.flatten(0, 1)[..., None], k.flatten(0, 1)[:, None])
@@ -107,14 +144,22 @@ def apply_delta_rule(
     return outputs[None].to(v.dtype), running
 
 
-def gate_delta_rule(A_log, a, b, dt_bias, allow_neg_eigval=False) -> tuple[torch.Tensor, torch.Tensor]:
+def gate_delta_rule(
+    A_log: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dt_bias: torch.Tensor,
+    allow_neg_eigval: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logarithms of decays, and the step sizes, of OLMo's gated delta rule."""
     decays = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return decays[None], b.float().sigmoid()[None] * (2.0 if allow_neg_eigval else 1.0)
 
 
 def _selective_step(A: torch.Tensor, D: torch.Tensor, bias: torch.Tensor) -> Callable[..., torch.Tensor]:
-    def step(state, x, delta, B, C, z) -> torch.Tensor:
+    def step(
+        state: torch.Tensor, x: torch.Tensor, delta: torch.Tensor, B: torch.Tensor, C: torch.Tensor, z: torch.Tensor
+    ) -> torch.Tensor:
         delta = F.softplus(delta + bias)[..., None]
         state.mul_((delta * A).exp()).add_(delta * x[..., None] * B[:, None])
         return ((state * C[:, None]).sum(-1) + D * x) * F.silu(z)

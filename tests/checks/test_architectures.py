@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Llama4Config, Llama4ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+)
 
 from testing_utils import make_tiny_config
 from testing_utils.trainings import EXPERTS
@@ -28,11 +34,19 @@ def test_a_checkpoint_that_joins_layers_is_refused():
     (problem,) = problems_with_vllm(model_of("hrm_text"), None, on_cpu=False, schemes={})
     assert problem.startswith("checkpoints of HrmTextForCausalLM join layers, such as `model.L_module.layers.0.")
 
+    tower = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64}
+    config = Kimi_K25Config(text_config={"num_hidden_layers": 1, "first_k_dense_replace": 1}, vision_config=tower)
+    with torch.device("meta"):
+        model = Kimi_K25ForConditionalGeneration(config)
+    # Its conversion also renames groups of layers, by expressions.
+    (problem,) = problems_with_vllm(model, None, on_cpu=False, schemes={})
+    assert "join layers, such as `model.vision_tower.layers.0.attn.q_proj" in problem
+
 
 def test_a_class_that_loses_a_row_when_it_is_loaded_is_refused():
     (problem,) = problems_of_body(model_of("youtu"))
     assert problem.startswith("YoutuForCausalLM: whenever transformers loads it,")
-    assert [*problems_of_body(model_of("qwen3"))] == []
+    assert [*problems_of_body(model_of("qwen3")), *problems_of_body(model_of("xlstm", num_heads=2))] == []
 
 
 @pytest.mark.parametrize(

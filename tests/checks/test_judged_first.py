@@ -212,6 +212,11 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symme
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False}, {}, "a checkpoint with zero points"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 16}, {}, "other schemes than"),
         (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
+            {},
+            "reordered columns (act-order)",
+        ),
+        (
             {"quant_method": "compressed-tensors", "config_groups": {"group_0": GROUP}},
             {},
             "a checkpoint with zero points",

@@ -143,6 +143,12 @@ def _schemes_of(name_or_path: str, described: Any) -> list[tuple[list[str], Quan
             f"{name_or_path} is a checkpoint with zero points (`symmetric: false`), which are unsupported. Start from "
             "the high-precision checkpoint, or quantize it again with a symmetric scheme such as W4A16."
         )
+    # compressed-tensors has two names for it.
+    if any(group["weights"].get("actorder") in ("group", "dynamic", True) for group in groups.values()):
+        raise ValueError(
+            f"{name_or_path} was quantized with reordered columns (act-order), which no kernel here supports. Quantize it again with "
+            "`desc_act=False`, or in llm-compressor `actorder='static'`."
+        )
     if not schemes or any(scheme is None for _, scheme in schemes):
         raise ValueError(
             f"{name_or_path} is a low-bit checkpoint with other schemes than {[*SCHEMES][:-1]} and their group sizes: it has "

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from ..checkpoint.layout import problem_of_mixture
@@ -64,7 +65,9 @@ def problems_with_vllm(
 def _joined_in_checkpoints(model: nn.Module) -> str | None:
     """Return the name of a weight that transformers splits from others when it loads a checkpoint."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    patterns = [pattern for each in conversions if len(each.target_patterns) > 1 for pattern in each.target_patterns]
+    # Others only rename, each tensor by itself.
+    splits = [each for each in conversions if isinstance(each, WeightConverter) and len(each.target_patterns) > 1]
+    patterns = [pattern for each in splits for pattern in each.target_patterns]
     names = (name for name, _ in model.named_parameters())
     return next((name for name in names if any(re.search(pattern, name) for pattern in patterns)), None)
 

@@ -105,6 +105,12 @@ def _rotated(config: Any) -> int:
     return int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
 
 
+def _scaling_of_queries(config: Any) -> dict[str, Any] | None:
+    rotations = config.rope_parameters or {}
+    beta, length = (rotations.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+    return {"original_max_position_embeddings": length, "beta": beta} if beta else None
+
+
 _SLIDING = "sliding_attention"
 _FIELDS_OF_MIMO: dict[str, Callable[[Any], Any]] = {
     "hybrid_layer_pattern": lambda config: [int(kind == _SLIDING) for kind in config.layer_types],
@@ -121,6 +127,8 @@ _FIELDS_OF_MIMO: dict[str, Callable[[Any], Any]] = {
     **_always(add_swa_attention_sink_bias=True),
 }
 
+# Queries beyond the original context are scaled by their position, in vLLM only if a field of Mistral's own files says so.
+_SCALING_OF_MISTRAL: dict[str, Callable[[Any], Any]] = {"llama_4_scaling": _scaling_of_queries}
 _WIDTHS_OF_LFM2: dict[str, Callable[[Any], Any]] = dict.fromkeys(
     ("block_dim", "conv_dim"), lambda config: config.hidden_size
 )
@@ -140,8 +148,10 @@ _ROWS = (
         problem_of_float32="vLLM keeps the parameters of its activation in bfloat16 (`XIELU` in layers/activation.py)",
     ),
     Family("ArceeForCausalLM", "arcee", engine_layers="fused"),
-    Family("Cohere2ForCausalLM", "cohere2", has_longer_window=True),
-    Family("Cohere2MoeForCausalLM", "cohere2_moe", has_longer_window=True),
+    Family("CohereForCausalLM", "cohere", shares_head=True),
+    Family("Cohere2ForCausalLM", "cohere2", shares_head=True, has_longer_window=True),
+    Family("Cohere2MoeForCausalLM", "cohere2_moe", shares_head=True, has_longer_window=True),
+    Family("Cohere2VisionForConditionalGeneration", "cohere2_vision", shares_head=True, has_longer_window=True),
     Family(
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
@@ -203,8 +213,14 @@ _ROWS = (
         "minimax_m2",
         vllm_fields={"rotary_dim": _rotated, **_always(scoring_func="sigmoid", use_routing_bias=True)},
     ),
+    Family("Ministral3ForCausalLM", "ministral3", vllm_fields=_SCALING_OF_MISTRAL),
     Family("MistralForCausalLM", "mistral", engine_layers="fused", gguf="llama"),
-    Family("Mistral3ForConditionalGeneration", "mistral3", has_compared_pictures=True),
+    Family(
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        vllm_fields=_SCALING_OF_MISTRAL,
+        has_compared_pictures=True,
+    ),
     Family("MixtralForCausalLM", "mixtral", engine_layers="fused"),
     Family("NanoChatForCausalLM", "nanochat", initialized_layers=("o_proj",)),
     Family("OlmoForCausalLM", "olmo", engine_layers="transformers"),
@@ -281,9 +297,11 @@ def family_of(architecture: str) -> Family:
 
 
 def fields_for_vllm(architecture: str, config: Any) -> dict[str, Any]:
-    """Return `vllm_fields` with the values of a configuration of text, which it may have from its file."""
+    """Return `vllm_fields` with the values of a configuration of text, which it may have from its file, without those
+    that are `None`."""
     fields = family_of(architecture).vllm_fields
-    return {name: getattr(config, name) if hasattr(config, name) else make(config) for name, make in fields.items()}
+    values = {name: getattr(config, name) if hasattr(config, name) else make(config) for name, make in fields.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def has_one_window(model_type: str) -> bool:

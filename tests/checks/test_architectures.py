@@ -73,9 +73,11 @@ def test_sparse_attention_is_refused_on_a_cpu_alone():
     assert [*problems_with_vllm(model, torch.bfloat16, on_cpu=False, schemes={})] == []
 
 
-@pytest.mark.parametrize(("arch", "is_tied"), [("lfm2", True), ("lfm2_moe", True), ("phi", False), ("gptj", False)])
+@pytest.mark.parametrize(
+    ("arch", "is_tied"), [("cohere", True), ("lfm2", True), ("lfm2_moe", True), ("phi", False), ("gptj", False)]
+)
 def test_a_class_that_always_or_never_ties_its_head_is_named(arch, is_tied):
-    fields = {"layer_types": ["conv", "full_attention"]} if is_tied else {}
+    fields = {"layer_types": ["conv", "full_attention"]} if arch.startswith("lfm2") else {}
     tied, untied = (
         [*problems_with_vllm(model_of(arch, tie_word_embeddings=ties, **fields), None, False, {})]
         for ties in (is_tied, not is_tied)
@@ -102,6 +104,8 @@ FIXED = {"attention_bias": True, "lm_head_bias": True}
             {"n_groups": 2, "num_heads": 8, "head_dim": 32},
             "n_groups=2: vLLM 0.31's class always has n_groups=1.",
         ),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "tokens attend to later ones, and in vLLM to earlier"),
+        ("gemma3_text", {}, None),
         ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate=True: vLLM 0.31 always"),
         ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, None),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, None),

@@ -233,6 +233,15 @@ def test_releases_that_cannot_be_trained_are_named(tiny_model, tmp_path, not_loa
     assert text in found
 
 
+def test_a_package_that_a_model_needs_is_named(tiny_model, tmp_path, not_loaded, monkeypatch):
+    def need(*args):
+        raise ImportError("\nIts tower requires timm.\n")
+
+    monkeypatch.setattr("trl_qarl.checks.arguments.skeleton", need)
+    (found,) = problems(tiny_model, spread, arguments(tmp_path), make_problems())
+    assert found == "The model cannot be loaded: Its tower requires timm."
+
+
 def test_an_unknown_option_of_loading_is_named(tiny_model, tmp_path):
     args = arguments(tmp_path, model_init_kwargs={"attn_implementaton": "eager"})
     with pytest.raises(ValueError, match="`model_init_kwargs`: .* unexpected keyword argument 'attn_implementaton'"):

@@ -37,6 +37,8 @@ def test_the_command_holds_everything_a_trainer_needs():
     [
         ("deepseek_v3", {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
         ("exaone_moe", {"sliding_windows": [16, None]}),
+        ("ministral3", {"llama_4_scaling": {"original_max_position_embeddings": 16384, "beta": 0.1}}),
+        ("mistral3", {}),
         ("qwen3_vl_moe", {"text_config": {"norm_topk_prob": True}}),
         ("qwen3", {}),
     ],

@@ -46,6 +46,12 @@ def problems_with_vllm(
             f"{name} with layers of the kinds {sorted(kinds)}: all layers of vLLM 0.31's class have the same sliding window, or none. Train a "
             "model with one kind of layers, or use_vllm=False"
         )
+    # Only pictures attend to later tokens with "vision".
+    if getattr(text, "use_bidirectional_attention", None) is True:
+        yield (
+            f"{name} with use_bidirectional_attention=True: tokens attend to later ones, and in vLLM to earlier ones alone. Train a model "
+            "without it, or use_vllm=False"
+        )
     if getattr(config, "mamba_rms_norm", False) and getattr(config, "mamba_norm_before_gate", False):
         yield f"{name} with mamba_norm_before_gate=True: vLLM 0.31 always applies the gate first. Train a model with False, or use_vllm=False"
     wants = family.shares_head

@@ -39,6 +39,7 @@ from .content import (
     problems_of_reward,
 )
 from .launch import Launch, problems_of_ignored_sharding, problems_of_launch
+from .model import problem_of_kind
 from .names import is_no_folder
 from .resume import problems_before_loading
 
@@ -50,7 +51,7 @@ def _problem_of_model(model: Any) -> str | None:
     """Return why `model`, loaded or by name, is no language model, or `None`. One by name is not read."""
     if isinstance(model, nn.Module):
         inner = base_model(model)
-        if problem := _problem_of_class(type(inner).__name__, inner, getattr(inner, "config", None)):
+        if problem := problem_of_kind(type(inner).__name__, inner, getattr(inner, "config", None)):
             return problem
         is_empty = any(parameter.is_meta for parameter in model.parameters())
         return (
@@ -60,15 +61,6 @@ def _problem_of_model(model: Any) -> str | None:
         return f"The model {model!r} is not a folder." if is_no_folder(model) or Path(model).is_file() else None
     said = "empty" if model == "" else f"of type {type(model).__name__}"
     return f"`model` is {said}. Give a causal language model, or the name or the folder of one."
-
-
-def _problem_of_class(name: str, model: Any, config: Any) -> str | None:
-    """Return why a class of transformers, or a model, with this `config` is no causal language model, or `None`."""
-    if not getattr(model, "can_generate", lambda: False)():
-        return f"The model is a {name}, which generates no text. Give a causal language model."
-    if getattr(config, "is_encoder_decoder", False):
-        return f"The model is a {name}, whose decoder reads an encoder's output. Give a causal language model."
-    return None
 
 
 def _problems_of_output(args: Any, model: Any) -> Iterator[str]:
@@ -305,7 +297,7 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
     if config is None:
         return
     cls = getattr(transformers, (config.architectures or [""])[0], None)
-    if cls is not None and (problem := _problem_of_class(cls.__name__, cls, config)):
+    if cls is not None and (problem := problem_of_kind(cls.__name__, cls, config)):
         yield problem
         return
     method = method_of(getattr(config, "quantization_config", None))
@@ -326,6 +318,8 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
         # Of other arguments loading the model gives the reason.
         if attention is not None and isinstance(error, ValueError | ImportError):
             yield f"attn_implementation={attention!r}: {error}"
+        elif isinstance(error, ImportError):
+            yield f"The model cannot be loaded: {' '.join(str(error).split())}"
     if model is None or type(model).__name__ not in (config.architectures or ()):
         return
     if peft_config is not None:

@@ -27,6 +27,15 @@ from .configuration import low_precision_masters
 logger = logging.getLogger(__name__)
 
 
+def problem_of_kind(name: str, model: Any, config: Any) -> str | None:
+    """Return why a class of transformers, or a model, with this `config` is no causal language model, or `None`."""
+    if not getattr(model, "can_generate", lambda: False)():
+        return f"The model is a {name}, which generates no text. Give a causal language model."
+    if getattr(config, "is_encoder_decoder", False):
+        return f"The model is a {name}, whose decoder reads an encoder's output. Give a causal language model."
+    return None
+
+
 def problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
     """Yield a problem of dropout, or of noise in routers, that stays on although rollout, scoring and loss must see
     one policy: for objectives other than TRL's losses, and for adapters inside low-bit weights."""

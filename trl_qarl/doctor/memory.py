@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import yaml
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
@@ -21,6 +22,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ..adapters.tensors import base_of, is_adapter_folder
 from ..checkpoint.load import check_release, skeleton
 from ..checkpoint.record import check_config
+from ..checks.model import problem_of_kind
 from ..optimizers.eight_bits import block_of
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
@@ -73,9 +75,13 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
         # A folder may name code on the Hub, for which transformers would ask even if no one answers.
         is_local = Path(model).is_dir()
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=is_local)
+        cls = getattr(transformers, (config.architectures or [""])[0], None)
+        if cls is not None and (problem := problem_of_kind(cls.__name__, cls, config)):
+            raise ValueError(problem)
         check_release(model, getattr(config, "quantization_config", None))
         return skeleton(config, trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
+        # A class may need a package, such as timm for the tower of Gemma 3n.
         raise ValueError(f"{argument} {model}: {' '.join(str(error).split())}") from error
 
 

@@ -127,18 +127,21 @@ _FIELDS_OF_MIMO: dict[str, Callable[[Any], Any]] = {
     **_always(add_swa_attention_sink_bias=True),
 }
 
-# Queries beyond the original context are scaled by their position, in vLLM only if a field of Mistral's own files says so.
+# Queries beyond the original context are scaled by position, in vLLM only if a field of Mistral's own files says so.
 _SCALING_OF_MISTRAL: dict[str, Callable[[Any], Any]] = {"llama_4_scaling": _scaling_of_queries}
+_VALUES_OF_DEEPSEEK = {"attention_bias": False, "rope_interleave": True}
 _WIDTHS_OF_LFM2: dict[str, Callable[[Any], Any]] = dict.fromkeys(
     ("block_dim", "conv_dim"), lambda config: config.hidden_size
 )
 
+_UNBIASED = {"attention_bias": False}
 _ROWS = (
     Family(
         "AfmoeForCausalLM",
         "afmoe",
         vllm_fields=_always(n_group=1, topk_group=1, route_norm=True, score_func="sigmoid"),
     ),
+    Family("AXK1ForCausalLM", "axk1", vllm_values=_VALUES_OF_DEEPSEEK),
     # Its gated norms have groups, those of transformers are of a whole layer.
     Family("BambaForCausalLM", "bamba", vllm_values={"mamba_n_groups": 1}),
     Family("BloomForCausalLM", "bloom", vllm_values={"tie_word_embeddings": True}),
@@ -148,13 +151,14 @@ _ROWS = (
         problem_of_float32="vLLM keeps the parameters of its activation in bfloat16 (`XIELU` in layers/activation.py)",
     ),
     Family("ArceeForCausalLM", "arcee", engine_layers="fused"),
-    Family("CohereForCausalLM", "cohere", shares_head=True),
-    Family("Cohere2ForCausalLM", "cohere2", shares_head=True, has_longer_window=True),
-    Family("Cohere2MoeForCausalLM", "cohere2_moe", shares_head=True, has_longer_window=True),
-    Family("Cohere2VisionForConditionalGeneration", "cohere2_vision", shares_head=True, has_longer_window=True),
+    Family("CohereForCausalLM", "cohere", vllm_values=_UNBIASED, shares_head=True),
+    Family("Cohere2ForCausalLM", "cohere2", vllm_values=_UNBIASED, shares_head=True, has_longer_window=True),
+    Family("Cohere2MoeForCausalLM", "cohere2_moe", vllm_values=_UNBIASED, shares_head=True, has_longer_window=True),
+    Family("DeepseekV2ForCausalLM", "deepseek_v2", vllm_values=_UNBIASED | {"mlp_bias": False}),
     Family(
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
+        vllm_values=_VALUES_OF_DEEPSEEK,
         vllm_fields=_always(scoring_func="sigmoid", topk_method="noaux_tc"),
     ),
     Family("Ernie4_5ForCausalLM", "ernie4_5", engine_layers="fused", vllm_values={"use_bias": False}),
@@ -164,10 +168,12 @@ _ROWS = (
     Family(
         "FalconForCausalLM",
         "falcon",
+        vllm_values={"activation": "gelu"},
         initialized_layers=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
     ),
+    Family("FalconH1ForCausalLM", "falcon_h1", vllm_values=_UNBIASED | {"mlp_bias": False}),
     Family("FalconMambaForCausalLM", "falcon_mamba", initialized_layers=("out_proj",)),
-    Family("GemmaForCausalLM", "gemma", engine_layers="fused"),
+    Family("GemmaForCausalLM", "gemma", engine_layers="fused", vllm_values=_UNBIASED),
     Family("Gemma2ForCausalLM", "gemma2", engine_layers="fused"),
     Family("Gemma3ForCausalLM", "gemma3_text", engine_layers="fused"),
     Family("Gemma4ForConditionalGeneration", "gemma4", has_compared_pictures=True),
@@ -179,7 +185,12 @@ _ROWS = (
     Family("GlmForCausalLM", "glm", engine_layers="fused"),
     Family("Glm4ForCausalLM", "glm4", engine_layers="fused"),
     Family("Glm4MoeForCausalLM", "glm4_moe", vllm_fields={"head_dim": _head_dim}),
-    Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", vllm_fields={"first_k_dense_replace": _first_dense}),
+    Family(
+        "Glm4MoeLiteForCausalLM",
+        "glm4_moe_lite",
+        vllm_values={"rope_interleave": True},
+        vllm_fields={"first_k_dense_replace": _first_dense},
+    ),
     Family("Glm4vForConditionalGeneration", "glm4v", vllm_fields=_always(attention_bias=True)),
     Family(
         "Glm4vMoeForConditionalGeneration",
@@ -224,7 +235,7 @@ _ROWS = (
     Family("MixtralForCausalLM", "mixtral", engine_layers="fused"),
     Family("NanoChatForCausalLM", "nanochat", initialized_layers=("o_proj",)),
     Family("OlmoForCausalLM", "olmo", engine_layers="transformers"),
-    Family("OlmoeForCausalLM", "olmoe", vllm_values={"clip_qkv": None}),
+    Family("OlmoeForCausalLM", "olmoe", vllm_values=_UNBIASED | {"clip_qkv": None, "norm_topk_prob": False}),
     Family("Olmo2ForCausalLM", "olmo2", engine_layers="transformers"),
     Family("Olmo3ForCausalLM", "olmo3", engine_layers="transformers"),
     Family(
@@ -247,7 +258,9 @@ _ROWS = (
         },
     ),
     Family("Qwen2ForCausalLM", "qwen2", engine_layers="fused", has_one_window=True, gguf="qwen2"),
-    Family("Qwen2MoeForCausalLM", "qwen2_moe", engine_layers="fused", has_one_window=True),
+    Family(
+        "Qwen2MoeForCausalLM", "qwen2_moe", engine_layers="fused", vllm_values={"qkv_bias": True}, has_one_window=True
+    ),
     Family("Qwen2VLForConditionalGeneration", "qwen2_vl", has_one_window=True, has_compared_pictures=True),
     Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", has_one_window=True, has_compared_pictures=True),
     Family(
@@ -255,11 +268,14 @@ _ROWS = (
         "qwen3",
         engine_layers="fused",
         has_one_window=True,
-        vllm_values={"attention_bias": False},
+        vllm_values=_UNBIASED,
         gguf="qwen3",
     ),
-    Family("Qwen3MoeForCausalLM", "qwen3_moe", engine_layers="fused", vllm_values={"attention_bias": False}),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", engine_layers="fused", vllm_values=_UNBIASED),
+    Family("Qwen3NextForCausalLM", "qwen3_next", vllm_values=_UNBIASED),
     Family("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", vllm_fields=_always(norm_topk_prob=True)),
+    Family("Qwen3_5ForCausalLM", "qwen3_5_text", vllm_values=_UNBIASED),
+    Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", vllm_values=_UNBIASED),
     Family("Qwen3_5ForConditionalGeneration", "qwen3_5", has_compared_pictures=True),
     Family("Qwen3VLForConditionalGeneration", "qwen3_vl", has_compared_pictures=True),
     Family(

@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2VisionConfig,
+    Cohere2VisionForConditionalGeneration,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
     Llama4Config,
@@ -28,6 +30,18 @@ def test_a_class_without_a_body_for_trls_loss_is_refused():
     with torch.device("meta"):
         model = Llama4ForConditionalGeneration(config)
     assert "Llama4ForCausalLM" in next(problems_of_body(model)) and not [*problems_of_body(model.language_model)]
+
+
+def test_a_class_that_leaves_out_a_scale_of_logits_is_refused():
+    tower = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64}
+    for scale in (0.25, 1.0):
+        text = make_tiny_config("cohere2", logit_scale=scale).to_dict()
+        config = Cohere2VisionConfig(text_config=text, vision_config=tower, alignment_intermediate_size=64)
+        with torch.device("meta"):
+            found = [*problems_of_body(Cohere2VisionForConditionalGeneration(config))]
+        assert [each.partition(" of its")[0] for each in found] == (
+            [] if scale == 1.0 else ["Cohere2VisionForConditionalGeneration leaves out logit_scale=0.25"]
+        )
 
 
 def test_a_checkpoint_that_joins_layers_is_refused():

@@ -1,5 +1,6 @@
 """Checks of the policy's model, and changes to it that keep its numbers those of the engine."""
 
+import inspect
 import logging
 import math
 import sys
@@ -17,7 +18,7 @@ from ..models import family_of
 from ..objectives.registry import get_objective
 from ..quantization.fixed_scales import fixed_scales
 from ..quantization.inventory import Inventory
-from ..quantization.names import base_model
+from ..quantization.names import base_model, has_tower
 from ..quantization.schemes import QuantScheme
 from ..quantization.storage import num_elements
 from .architectures import problem_of_context
@@ -91,10 +92,22 @@ def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
+_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
+"""Fields by which classes of text change their logits, as TRL's loss and engines do."""
+
+
 def problems_of_body(model: Any) -> Iterator[str]:
     """Yield a problem if TRL's loss does not find the hidden states of a model: it asks the module that the class
-    names (`base_model_prefix`), which Llama 4's classes do not have (5.17); or if transformers changes a model that it
-    loads."""
+    names (`base_model_prefix`), which Llama 4's classes do not have (5.17); if transformers changes a model that it
+    loads; or if a class with a tower leaves out what the class of its text does with logits."""
+    if has_tower(model):
+        text, source = model.config.get_text_config(), inspect.getsource(type(model).forward)
+        values = {name: getattr(text, name, None) for name in _OF_LOGITS if name not in source}
+        for name in [name for name, value in values.items() if value not in (None, 1.0)]:
+            yield (
+                f"{type(model).__name__} leaves out {name}={values[name]} of its text in transformers (5.17), which TRL's loss and vLLM apply: "
+                "they would compute another policy. Train a class of text, or of pictures whose text has no such field."
+            )
     loaded = nn.Embedding.from_pretrained(torch.ones(2, 1), padding_idx=0)
     loaded.weight._is_hf_initialized = True  # pyrefly: ignore[missing-attribute]
     # xLSTM's asks for other layers of the model.

@@ -199,11 +199,14 @@ _ROWS = (
     ),
     Family("GPTJForCausalLM", "gptj", shares_head=False),
     Family("GPTBigCodeForCausalLM", "gpt_bigcode", initialized_layers=("c_proj",)),
+    Family("GptOssForCausalLM", "gpt_oss", vllm_values={"attention_bias": True}),
     Family("GraniteForCausalLM", "granite", engine_layers="rounded"),
+    Family("GraniteMoeSharedForCausalLM", "granitemoeshared", vllm_values=_UNBIASED),
     Family("GraniteMoeHybridForCausalLM", "granitemoehybrid", vllm_values={"mamba_n_groups": 1}),
     Family(
         "HYV3ForCausalLM",
         "hy_v3",
+        vllm_values=_UNBIASED,
         vllm_fields={
             "expert_hidden_dim": lambda config: config.moe_intermediate_size,
             "first_k_dense_replace": _first_dense,
@@ -218,12 +221,18 @@ _ROWS = (
     Family("LlamaForCausalLM", "llama", engine_layers="fused", gguf="llama"),
     Family("MambaForCausalLM", "mamba", initialized_layers=("out_proj",)),
     Family("Mamba2ForCausalLM", "mamba2", vllm_values={"n_groups": 1}, initialized_layers=("out_proj",)),
-    Family("MiMoV2FlashForCausalLM", "mimo_v2_flash", vllm_fields=_FIELDS_OF_MIMO),
+    Family(
+        "MiMoV2FlashForCausalLM",
+        "mimo_v2_flash",
+        vllm_fields=_FIELDS_OF_MIMO,
+        vllm_values={"routed_scaling_factor": 1.0},
+    ),
     Family(
         "MiniMaxM2ForCausalLM",
         "minimax_m2",
         vllm_fields={"rotary_dim": _rotated, **_always(scoring_func="sigmoid", use_routing_bias=True)},
     ),
+    Family("MiniCPM3ForCausalLM", "minicpm3", vllm_values=_UNBIASED),
     Family("Ministral3ForCausalLM", "ministral3", vllm_fields=_SCALING_OF_MISTRAL),
     Family("MistralForCausalLM", "mistral", engine_layers="fused", gguf="llama"),
     Family(

@@ -120,6 +120,16 @@ FIXED = {"attention_bias": True, "lm_head_bias": True}
         ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "tokens attend to later ones, and in vLLM to earlier"),
         ("gemma3_text", {}, None),
+        *(
+            (arch, {name: value}, f"{name}={value}: vLLM 0.31's class always has {name}={not value}.")
+            for arch, name, value in (
+                ("cohere", "attention_bias", True),
+                ("gpt_oss", "attention_bias", False),
+                ("glm4_moe_lite", "rope_interleave", False),
+                ("olmoe", "norm_topk_prob", True),
+                ("qwen2_moe", "qkv_bias", False),
+            )
+        ),
         ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate=True: vLLM 0.31 always"),
         ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, None),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, None),
@@ -162,6 +172,11 @@ def test_experts_in_schemes_that_were_not_compared_are_refused():
         ("codegen", {"n_embd": 128, "n_head": 4, "n_layer": 2, "rotary_dim": 16}, "has no class CodeGenForCausalLM"),
         ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "only if all its layers attend"),
         ("biogpt", {}, "only if the output head is `lm_head`"),
+        (
+            "bart",
+            {"decoder_layers": 1, "decoder_ffn_dim": 64, "is_encoder_decoder": False},
+            "only if its body takes positions",
+        ),
         ("xlstm", {"num_heads": 2}, "only if all its layers attend"),
         # Two attentions with one cache, and a mask that a layer computes.
         ("diffllama", {"num_key_value_heads": 2}, "only if each layer attends once"),

@@ -338,6 +338,12 @@ def test_a_mixture_whose_experts_trl_cannot_count_is_refused(tmp_path):
         make(path, tmp_path / "run", max_completion_length=8)
 
 
+def test_a_class_that_recomputes_nothing_is_refused(tmp_path):
+    path = make_tiny_model(tmp_path, "ctrl", n_embd=128, n_layer=2, n_head=4, dff=256)
+    with pytest.raises(ValueError, match="CTRLLMHeadModel does not support it. Set gradient_checkpointing=False"):
+        make(path, tmp_path / "run", gradient_checkpointing=True)
+
+
 def test_long_rope_refuses_sequences_that_change_others(long_rope, tmp_path):
     trainer = make(long_rope, tmp_path / "run", max_completion_length=8)
     ids = torch.arange(64)[None] + 4
@@ -359,13 +365,27 @@ def scaling_logits(forward):
     return scaled
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "bf16"])
-def test_a_forward_that_scales_logits_is_refused(tmp_path, scheme):
+def forbidding_tokens(forward):
+    """A forward that forbids tokens, as Chameleon's those of pictures."""
+
+    def forbidden(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        if output.logits is not None:
+            output.logits[..., 5:] = torch.finfo(output.logits.dtype).min
+        return output
+
+    return forbidden
+
+
+@pytest.mark.parametrize(
+    ("scheme", "change"), [("w4a16", scaling_logits), ("bf16", scaling_logits), ("bf16", forbidding_tokens)]
+)
+def test_a_forward_that_changes_logits_is_refused(tmp_path, scheme, change):
     model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen2", initializer_range=0.5))
     make(model, tmp_path / "plain", scheme=scheme)
     restore_model(model)
     del model.forward
-    model.forward = scaling_logits(model.forward)
+    model.forward = change(model.forward)
     with pytest.raises(ValueError, match="TRL's loss differ from those of Qwen2ForCausalLM's logits by"):
         make(model, tmp_path / "scaled", scheme=scheme)
 

@@ -24,8 +24,8 @@ from transformers import (
 )
 from trl.rewards import think_format_reward
 
-from testing_utils import make_problems, make_tiny_model, refused, spread
-from testing_utils.pictures import draw
+from testing_utils import make_problems, make_tiny_model, make_tiny_tokenizer, refused, spread
+from testing_utils.pictures import draw, make_picture_config
 from testing_utils.trainings import arguments, lora, make
 from trl_qarl.checkpoint import marker
 from trl_qarl.checks.content import check_tokens, problems_of_prompts
@@ -231,6 +231,14 @@ def test_releases_that_cannot_be_trained_are_named(tiny_model, tmp_path, not_loa
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
     (found,) = problems(str(folder), spread, arguments(tmp_path / "out", **options), make_problems())
     assert text in found
+
+
+def test_a_tower_without_a_processor_is_named_with_vllm(tmp_path, not_loaded):
+    config = make_picture_config("qwen2_5_vl")
+    config.save_pretrained(tmp_path / "model")
+    make_tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (found,) = problems(str(tmp_path / "model"), spread, arguments(tmp_path, use_vllm=True), make_problems())
+    assert "has no processor (processor_config.json, preprocessor_config.json), which vLLM needs" in found
 
 
 def test_a_package_that_a_model_needs_is_named(tiny_model, tmp_path, not_loaded, monkeypatch):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,8 @@ def problem_of_architecture(model: Any, has_adapter: bool = False) -> str | None
         return (
             f"the installed vLLM has no class {name}, and runs transformers' own only if the output head is `lm_head`"
         )
+    if "position_ids" not in signature(type(model.base_model).forward).parameters:
+        return f"the installed vLLM has no class {name}, and runs transformers' own only if its body takes positions"
     processor = PROCESSOR_MAPPING.get(type(model.config), None)
     if has_tower(model) and not hasattr(processor, "_get_num_multimodal_tokens"):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if its processor counts the tokens of a picture"

@@ -35,6 +35,7 @@ from .content import (
     evaluates,
     has_pictures,
     has_texts,
+    problem_of_processor,
     problems_of_content,
     problems_of_reward,
 )
@@ -151,6 +152,8 @@ def problems_of_arguments(
             yield from low_precision_masters(args, given.get("dtype", given.get("torch_dtype")))
         if not of_adapter:
             yield from _problems_of_layers(policy, config, args, peft_config)
+        if args.use_vllm and config is not None and (problem := problem_of_processor(model, config)):
+            yield problem
     elif (base := base_of(model)) and is_no_folder(base):
         yield f"The base {base!r} of the adapter {model!r} is not a folder. Correct it in the adapter's configuration."
     optimizer = optimizers[0] if _is_pair(optimizers) else None

@@ -249,7 +249,9 @@ def check_output_head(model: nn.Module, temperature: float) -> None:
     # Logits are rounded, and their sum in tiles. accelerate's autocast of an earlier training is part of `forward`,
     # and returns float32.
     dtype = torch.bfloat16 if hasattr(model, "_original_forward") else logits.dtype
-    allowed = 4 * torch.finfo(dtype).eps * logits.abs().max().item() / temperature + 1e-3
+    # Without tokens that a class forbids, such as Chameleon's of pictures, by the smallest number or infinity.
+    largest = logits[logits > torch.finfo(logits.dtype).min / 2].abs().max().item()
+    allowed = 4 * torch.finfo(dtype).eps * largest / temperature + 1e-3
     if (difference := (fused - log_probs).abs().max().item()) > allowed:
         raise ValueError(
             f"The log-probs of TRL's loss differ from those of {type(base_model(model)).__name__}'s logits by {difference:.3g} nats: its "
@@ -277,6 +279,12 @@ def problems_of_fixed_scales(model: nn.Module, args: Any) -> Iterator[str]:
             f"group_size={args.group_size} was given, and the checkpoint has groups of {', '.join(map(str, sorted(sizes)))}, which "
             "training keeps. Remove it."
         )
+
+
+def problems_of_checkpointing(model: nn.Module, args: Any) -> Iterator[str]:
+    """Yield a problem of activations that are recomputed, as in TRL by default, for a class that cannot."""
+    if args.gradient_checkpointing and not getattr(model, "supports_gradient_checkpointing", True):
+        yield f"gradient_checkpointing=True: {type(model).__name__} does not support it. Set gradient_checkpointing=False."
 
 
 def problems_of_experts(

@@ -31,6 +31,7 @@ from ..checks.model import (
     check_output_head,
     correct_model,
     problems_of_body,
+    problems_of_checkpointing,
     problems_of_division,
     problems_of_dropout,
     problems_of_experts,
@@ -218,6 +219,7 @@ class Policy:
         if has_adapter:
             problems += problems_of_adapted_model(model)
         problems += problems_of_body(base)
+        problems += problems_of_checkpointing(base, args)
         problems += problems_of_dropout(model, args)
         problems += problems_of_positions(base, args)
         if self.has_pictures:

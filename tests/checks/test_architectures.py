@@ -38,7 +38,8 @@ def test_a_class_that_leaves_out_a_scale_of_logits_is_refused():
         text = make_tiny_config("cohere2", logit_scale=scale).to_dict()
         config = Cohere2VisionConfig(text_config=text, vision_config=tower, alignment_intermediate_size=64)
         with torch.device("meta"):
-            found = [*problems_of_body(Cohere2VisionForConditionalGeneration(config))]
+            model = Cohere2VisionForConditionalGeneration(config)
+        found = [*problems_of_body(model)]
         assert [each.partition(" of its")[0] for each in found] == (
             [] if scale == 1.0 else ["Cohere2VisionForConditionalGeneration leaves out logit_scale=0.25"]
         )
@@ -88,7 +89,8 @@ def test_sparse_attention_is_refused_on_a_cpu_alone():
 
 
 @pytest.mark.parametrize(
-    ("arch", "is_tied"), [("cohere", True), ("lfm2", True), ("lfm2_moe", True), ("phi", False), ("gptj", False)]
+    ("arch", "is_tied"),
+    [("gemma2", True), ("lfm2", True), ("lfm2_moe", True), ("phi", False), ("gptj", False), ("jamba", False)],
 )
 def test_a_class_that_always_or_never_ties_its_head_is_named(arch, is_tied):
     fields = {"layer_types": ["conv", "full_attention"]} if arch.startswith("lfm2") else {}
@@ -172,6 +174,7 @@ def test_experts_in_schemes_that_were_not_compared_are_refused():
         ("codegen", {"n_embd": 128, "n_head": 4, "n_layer": 2, "rotary_dim": 16}, "has no class CodeGenForCausalLM"),
         ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "only if all its layers attend"),
         ("biogpt", {}, "only if the output head is `lm_head`"),
+        ("ctrl", {"n_embd": 128, "n_layer": 2, "n_head": 4, "dff": 256}, "`lm_head`, without a bias"),
         (
             "bart",
             {"decoder_layers": 1, "decoder_ffn_dim": 64, "is_encoder_decoder": False},

@@ -126,18 +126,17 @@ def problem_of_architecture(model: Any, has_adapter: bool = False) -> str | None
         return f"the installed vLLM has no class {name}, and takes no adapters of its latent attention. Set lora_mode='merged'"
     if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
         return f"the installed vLLM has no class {name}, and cannot replace the attention of transformers' own"
-    if getattr(model, "lm_head", None) is not model.get_output_embeddings():
-        return (
-            f"the installed vLLM has no class {name}, and runs transformers' own only if the output head is `lm_head`"
-        )
-    if "position_ids" not in signature(type(model.base_model).forward).parameters:
-        return f"the installed vLLM has no class {name}, and runs transformers' own only if its body takes positions"
+    head = model.get_output_embeddings()
+    if getattr(model, "lm_head", None) is not head or getattr(head, "bias", None) is not None:
+        return f"the installed vLLM has no class {name}, and runs transformers' own only if the output head is `lm_head`, without a bias"
     processor = PROCESSOR_MAPPING.get(type(model.config), None)
     if has_tower(model) and not hasattr(processor, "_get_num_multimodal_tokens"):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if its processor counts the tokens of a picture"
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if cls._is_stateful or not _ATTENTION.issuperset(kinds):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if all its layers attend"
+    if "position_ids" not in signature(type(model.base_model).forward).parameters:
+        return f"the installed vLLM has no class {name}, and runs transformers' own only if its body takes positions"
     if not _attends_as_vllm(model):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if each layer attends once, without a mask of its own"
     return None

@@ -21,7 +21,6 @@ from ..checkpoint.export import has_own_code
 from ..engines.engine import Engine
 from ..engines.pictures import canary_prompt, takes_pictures
 from ..forward import learner_log_probs
-from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.storage import device_of, is_sharded
 from ..quantization.swap import quantized_forward
@@ -139,11 +138,6 @@ class Canary:
         if self.dtype is torch.float32 and device_of(self.model).type != "cpu":
             # Attention in Triton rounds float32 to TF32.
             step = 2.0**-10
-        elif self.dtype is torch.float32 and any(
-            layer.scheme.activation is not None for layer in Inventory.of(self.model).layers.values()
-        ):
-            # A sum in another order differs by several bits, and each may change a code.
-            step *= 16
 
         def move(module, arguments, output):
             generator = torch.Generator().manual_seed(0)

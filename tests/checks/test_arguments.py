@@ -371,7 +371,7 @@ def forbidding_tokens(forward):
     def forbidden(*args, **kwargs):
         output = forward(*args, **kwargs)
         if output.logits is not None:
-            output.logits[..., 5:] = torch.finfo(output.logits.dtype).min
+            output.logits[..., 9:] = torch.finfo(output.logits.dtype).min
         return output
 
     return forbidden

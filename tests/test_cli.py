@@ -57,6 +57,15 @@ def test_server_options_are_taken_in_both_spellings(monkeypatch):
     assert calls == [(32, ["--max-model-len", "64", "--no-trust-remote-code"])] * 2
 
 
+def test_paths_begin_with_the_home_directory(monkeypatch):
+    """A shell leaves `~` as it is after `=`."""
+    monkeypatch.setenv("HOME", "/home/user")
+    calls = []
+    monkeypatch.setattr(vllm_serve, "main", lambda args, rest: calls.append((args.model, args.token_file, rest)) or 0)
+    main(["vllm-serve", "--model=~/m", "--token_file", "~/token", "--chat-template=~/t"])
+    assert calls == [("/home/user/m", "/home/user/token", ["--chat-template=/home/user/t"])]
+
+
 def test_reader_that_has_gone_is_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)

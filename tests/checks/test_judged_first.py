@@ -113,6 +113,9 @@ def test_models_of_another_kind_are_named(tiny_model, tmp_path, not_loaded, clas
     assert found.startswith("The model is a Qwen2ForSequenceClassification, which generates no text")
     (found,) = problems(tiny_model, tiny_model, arguments(tmp_path / "out"), make_problems())
     assert "is a Qwen2ForCausalLM, whose scores would come from a random head" in found
+    AutoConfig.from_pretrained(classifier, id2label={0: "bad", 1: "good"}).save_pretrained(classifier)
+    (found,) = problems(tiny_model, classifier, arguments(tmp_path / "out"), make_problems())
+    assert "a score for each of ['bad', 'good']" in found
     found = problems("nobody/policy", "nobody/reward", arguments(tmp_path / "out", beta=0.1), make_problems())
     assert [text.split(" cannot be read: ")[0] for text in found] == [
         "The reward model 'nobody/reward'",

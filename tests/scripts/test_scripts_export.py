@@ -35,6 +35,7 @@ def test_folders_are_judged_before_masters_are_read(tiny_model, tmp_path, monkey
     assert "holds other weights" in refused(capsys, "export", *argv, tiny_model)
     (tmp_path / "file").touch()
     assert "file is a file. Name another one." in refused(capsys, "export", *argv, str(tmp_path / "file"))
+    assert "'' is no folder" in refused(capsys, "export", *argv, "")
 
 
 def test_half_a_last_line_keeps_the_results_of_a_card(tiny_model, tmp_path):

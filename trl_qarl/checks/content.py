@@ -276,10 +276,7 @@ def problems_of_reward(reward: Any, processing_class: Any) -> Iterator[str]:
         if generates:
             yield f"The reward model is a {type(reward).__name__}, which has no head for scores. {_WITH_HEAD}"
         elif type(reward).__name__.endswith(_CLASSIFIES) and getattr(reward.config, "num_labels", 1) != 1:
-            yield (
-                f"The reward model has a score for each of {[*reward.config.id2label.values()]}, and TRL takes the first. Give a function "
-                "that calls the model and chooses."
-            )
+            yield _has_scores_of(reward.config)
     elif not callable(reward):
         yield (
             f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, the name of a reward model or the model, "
@@ -301,9 +298,20 @@ def _problem_of_reward_model(name: str) -> str | None:
     except (OSError, ValueError) as error:
         return f"The reward model {name!r} cannot be read: {error}"
     classes = config.architectures or []
-    if getattr(config, "auto_map", None) or not classes or classes[0].endswith(_CLASSIFIES):
+    if getattr(config, "auto_map", None) or not classes:
         return None
+    if classes[0].endswith(_CLASSIFIES):
+        # A configuration that says nothing has two labels of this form.
+        named = len(config.id2label) > 1 and [*config.id2label.values()] != ["LABEL_0", "LABEL_1"]
+        return _has_scores_of(config) if named else None
     return f"The reward model {name!r} is a {classes[0]}, whose scores would come from a random head. {_WITH_HEAD}"
+
+
+def _has_scores_of(config: Any) -> str:
+    return (
+        f"The reward model has a score for each of {[*config.id2label.values()]}, and TRL takes the first. Give a function "
+        "that calls the model and chooses."
+    )
 
 
 def problems_of_content(

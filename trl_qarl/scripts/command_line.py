@@ -79,13 +79,14 @@ def option_names(parser: ArgumentParser) -> set[str]:
 
 
 def spell(argv: list[str], known: Iterable[str]) -> list[str]:
-    """Return `argv` with dashes and underscores in names of options exchanged if only that spelling is in `known`."""
+    """Return `argv` with dashes and underscores in names of options exchanged if only that spelling is in `known`, and
+    with the home directory for `~`, which a shell leaves as it is in `--option=~/folder`."""
     spellings = {name.replace("-", "_"): name for name in known}
     spellings |= {name: name for name in known}
     words = [word.partition("=") for word in argv]
-    return [
-        spellings.get(name, spellings.get(name.replace("-", "_"), name)) + rest + value for name, rest, value in words
-    ]
+    names = (spellings.get(name, spellings.get(name.replace("-", "_"), name)) for name, _, _ in words)
+    home = os.path.expanduser
+    return [home(name) + rest + home(value) for name, (_, rest, value) in zip(names, words, strict=True)]
 
 
 def unknown_options(argv: list[str], known: Iterable[str]) -> dict[str, str | bool]:

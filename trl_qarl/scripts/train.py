@@ -47,7 +47,10 @@ _ONLY_WITH = {
     ),
     "load_in_4bit": ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
 }
-_PATHS = {"model_name_or_path", "reward_model_name_or_path", "dataset_name", "export_dir", "resume_from_checkpoint"}
+_PATHS = {
+    *("model_name_or_path", "reward_model_name_or_path", "dataset_name", "export_dir", "resume_from_checkpoint"),
+    "vllm_token_file",
+}
 # Shown by `--help` before the options of QaRLConfig.
 MAIN_OPTIONS = (
     *("model_name_or_path", "dataset_name", "reward_funcs", "scheme", "use_vllm", "vllm_mode"),

@@ -67,6 +67,11 @@ def register() -> None:
         # Overriding a method that vLLM has renamed would have no effect.
         assert "call_utility_async" in vars(DPLBAsyncMPClient)
         DPLBAsyncMPClient.call_utility_async = call_every_replica
+        from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+        if DPCoordinatorProc.run_coordinator is not run_coordinator:
+            run_coordinator.original = DPCoordinatorProc.run_coordinator
+            DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
     _end_with_parent()
     register_classes()
     for architecture, name in _CORRECTED_MODELS.items():
@@ -129,6 +134,15 @@ async def call_every_replica(client: Any, method: str, *args: Any) -> Any:
     if any(answer != answers[0] for answer in answers):
         raise RuntimeError(f"The {len(answers)} replicas answer {method!r} differently: {answers}.")
     return answers[0]
+
+
+def run_coordinator(*args: Any, **kwargs: Any) -> None:
+    """Run vLLM's process between the replicas of a server, and end it with the server. It loads no plugins."""
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    _end_with_parent()
+    # A spawned process knows vLLM's function only.
+    getattr(run_coordinator, "original", DPCoordinatorProc.run_coordinator)(*args, **kwargs)
 
 
 def _end_with_parent() -> None:

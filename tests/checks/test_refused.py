@@ -61,6 +61,8 @@ def test_generation_kwargs_that_change_the_distribution_raise(tmp_path, kwargs):
 
 MODEL_INIT_VALUES = {
     "quantization_config": {},
+    "load_in_4bit": True,
+    "load_in_8bit": True,
     "use_kernels": True,
     "tp_plan": "auto",
     "tp_size": 2,

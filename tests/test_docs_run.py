@@ -45,9 +45,7 @@ def place(tmp_path, monkeypatch):
     Path(make_tiny_model(tmp_path / "made", "qwen2")).rename(tmp_path / "model")
     row = {"prompt": [{"role": "user", "content": "What is 1/2?"}], "solution": "$0.5$"}
     (tmp_path / "problems.jsonl").write_text(8 * (json.dumps(row) + "\n"))
-    (tmp_path / "my_rewards.py").write_text(
-        "def correct(completions, **kwargs):\n    return [1.0] * len(completions)\n"
-    )
+    (tmp_path / "my_rewards.py").write_text("def correct(completions, **_):\n    return [1.0] * len(completions)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
@@ -111,14 +109,8 @@ def test_commands_of_a_page_run_one_after_the_other(place, monkeypatch, page):
     monkeypatch.setattr(launch, "launch_command", run_here)
     (place / "run.yaml").write_text(blocks(ROOT / "docs" / "options.md", "yaml")[0].replace("num_processes: 2", ""))
     if page == "schemes":
-        options = {
-            "model_name_or_path": "model",
-            "dataset_name": "problems.jsonl",
-            "reward_funcs": "my_rewards.correct",
-        }
-        run(
-            "train", *(word for name, value in options.items() for word in (f"--{name}", value)), "--output_dir", "out"
-        )
+        words = "--model_name_or_path model --dataset_name problems.jsonl --reward_funcs my_rewards.correct"
+        run("train", *words.split(), "--output_dir", "out")
         make_release("model", "RELEASE")
     for command, *words in group(page):
         words = ["model" if word in MODELS else "problems.jsonl" if word in DATASETS else word for word in words]
@@ -127,9 +119,8 @@ def test_commands_of_a_page_run_one_after_the_other(place, monkeypatch, page):
             words[words.index("out")] = "trainer_output"
         run(command, *words)
         if "RELEASE" in words:
-            theirs, ours = (
-                load_file(place / name / "model.safetensors") for name in ("RELEASE", "trainer_output/w4a16")
-            )
+            folders = place / "RELEASE", place / "trainer_output" / "w4a16"
+            theirs, ours = (load_file(folder / "model.safetensors") for folder in folders)
             assert_equal(scales(ours), scales(theirs))
 
 

@@ -105,9 +105,8 @@ def test_every_cell_of_the_notebook_runs_with_a_tiny_model(tmp_path, monkeypatch
     monkeypatch.setenv("NOTEBOOK_UPDATES", "2")
     monkeypatch.setenv("PYTHONPATH", path_without(tmp_path, "vllm", "deepspeed", "bitsandbytes"))
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
-    NotebookClient(
-        notebook, timeout=600, startup_timeout=300, resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=600, startup_timeout=300, resources=resources).execute()
     texts = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("trained 2 of 2 updates" in text for text in texts)
     assert re.search(r"\d+ of 20 held-out sums solved", "".join(texts))
@@ -116,10 +115,8 @@ def test_every_cell_of_the_notebook_runs_with_a_tiny_model(tmp_path, monkeypatch
 
 def test_settings_of_the_paper_are_what_the_command_line_reads():
     """The numbers are those of Table 2."""
-    path = str(EXAMPLES / "deepmath_qwen3_8b.yaml")
-    _, args, model_args, _, rest = train.make_parser().parse_args_and_config(
-        ["--config", path], return_remaining_strings=True
-    )
+    argv = ["--config", str(EXAMPLES / "deepmath_qwen3_8b.yaml")]
+    _, args, model_args, _, rest = train.make_parser().parse_args_and_config(argv, return_remaining_strings=True)
     assert rest == ["--num_processes", "4"]
     completions = 4 * args.per_device_train_batch_size * args.gradient_accumulation_steps
     assert completions == 64 and completions * args.steps_per_generation // args.gradient_accumulation_steps == 512

@@ -64,9 +64,8 @@ def running(folder, prefix, arguments, is_up, environment=None, warm=None):
         process = warm.start(command, environment, log, folder)
     else:
         with open(log, "w") as file:
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=file, stderr=file, preexec_fn=begin_as_child
-            )
+            outputs = {"stdout": file, "stderr": file, "preexec_fn": begin_as_child}
+            process = subprocess.Popen(command, cwd=folder, env=environment, **outputs)
     try:
         deadline, first = time.monotonic() + 240, psutil.Process(process.pid)
         while not is_up(found := (first.children() or [None])[0] if prefix else first):
@@ -132,9 +131,8 @@ def test_a_signal_to_the_train_command_ends_the_trainer(train, tmp_path, prefix,
     assert (tmp_path / "ended-0").exists()
     checkpoints = sorted((tmp_path / "run").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
     assert any(map(is_complete, checkpoints[-2:]))
-    assert re.search(
-        r"interrupted. \S+checkpoint-\d+ is complete: go on from it with `--resume_from_checkpoint true`", said
-    )
+    expected = r"interrupted. \S+checkpoint-\d+ is complete: go on from it with `--resume_from_checkpoint true`"
+    assert re.search(expected, said)
 
 
 @pytest.mark.slow
@@ -238,12 +236,8 @@ time.sleep(60)
 
 
 def test_a_signal_during_the_start_waits_for_its_handler():
-    late = (
-        "import time; time.sleep(1); from trl_qarl.processes import exit_on_signals; exit_on_signals(); time.sleep(60)"
-    )
-    code = (
-        f"import os, sys\nfrom trl_qarl.processes import become\nbecome([sys.executable, '-c', {late!r}], os.environ)"
-    )
+    late = "import time; time.sleep(1); import trl_qarl.processes as p; p.exit_on_signals(); time.sleep(60)"
+    code = f"import os, sys, trl_qarl.processes as p; p.become([sys.executable, '-c', {late!r}], os.environ)"
     process = psutil.Popen([sys.executable, "-c", code])
     while late not in process.cmdline():
         time.sleep(0.01)

@@ -172,9 +172,9 @@ def _become_training(args: Namespace, earlier: Mapping[str, str]) -> list[str]:
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
     if args.num_processes > args.num_machines and args.mpirun_hostfile is None:
+        fix = "Add `--multi_gpu`, also for processes on a CPU"
         raise ValueError(
-            f"num_processes={args.num_processes}, and without several GPUs accelerate would start one process. Add `--multi_gpu`: without "
-            "GPUs the processes run on the CPU."
+            f"num_processes={args.num_processes}, and accelerate would start one without several GPUs. {fix}."
         )
     argv, environment = prepare_simple_launcher_cmd_env(args)
     changed = {name for name, value in environment.items() if earlier.get(name) != value} - {"OMP_NUM_THREADS"}

@@ -12,16 +12,8 @@ from .token_row import Layout, divide
 
 
 FORWARD_KEYS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
 )
 """Inputs of a generation batch that the model's forward takes in addition to tokens and masks."""
 

@@ -66,8 +66,7 @@ def write_card(folder: Path, name: str, source: str, **about: Any) -> None:
     about |= {"name": name, "local": local, "source": source, "has_adapter": rank is not None, "settings": settings}
     about["title"], about["results"] = data.model_name, summarize(about.get("history", []))
     about["origin"] = f"[{base}](https://huggingface.co/{base})" if data.base_model else f"`{Path(source).name}`"
-    about["serve"] = serve_command(local, about["dtype"], rank) if is_export else ""
-    about["serve"] += " --trust-remote-code" * bool(about.get("trust_remote_code"))
+    about["serve"] = serve_command(folder, local) if is_export else ""
     about["versions"] = ", ".join(map(" ".join, installed(*_PACKAGES).items()))
     # As `ModelCard.from_template`, which compiles the template again for each checkpoint.
     card = ModelCard(_template().render(card_data=data.to_yaml(), **(data.to_dict() | about)))
@@ -102,17 +101,19 @@ def adapter_rank(folder: str | Path) -> int | None:
     return json.loads(config.read_text(encoding="utf-8"))["r"] if config.is_file() else None
 
 
-def serve_command(name: str | Path, dtype: str, lora_rank: int | None = None) -> str:
-    """Return the command that serves an export with vLLM."""
-    name = shlex.quote(str(name))
+def serve_command(folder: str | Path, name: str | Path | None = None) -> str:
+    """Return the command that serves the export in `folder`, or under another `name`, with vLLM."""
+    config, rank = json.loads(Path(folder, "config.json").read_text(encoding="utf-8")), adapter_rank(folder)
+    name = shlex.quote(str(name or folder))
     # By default vLLM runs a float32 checkpoint in 16 bits.
-    command = f"vllm serve {name}" + " --dtype float32" * (dtype == "float32")
-    if lora_rank is None:
-        return command
-    # vLLM's default is 16. A rank that is too large for vLLM has no valid value.
-    rank = lora_rank if lora_rank > ENGINE_RANKS[-1] else engine_rank(lora_rank)
-    size = f" --max-lora-rank {rank}" * (rank > 16)
-    return f"{command} --enable-lora{size} --lora-modules {ADAPTER_FOLDER}={name}/{ADAPTER_FOLDER}"
+    command = f"vllm serve {name}" + " --dtype float32" * (config["dtype"] == "float32")
+    if rank is not None:
+        # vLLM's default is 16. A rank that is too large for vLLM has no valid value.
+        rank = rank if rank > ENGINE_RANKS[-1] else engine_rank(rank)
+        size = f" --max-lora-rank {rank}" * (rank > 16)
+        command += f" --enable-lora{size} --lora-modules {ADAPTER_FOLDER}={name}/{ADAPTER_FOLDER}"
+    # Of a class whose code was saved next to the weights.
+    return command + " --trust-remote-code" * any(Path(folder).glob("*.py"))
 
 
 def problem_of_push(name: str, token: str | None) -> str | None:
@@ -133,8 +134,8 @@ def create_repository(name: str, token: str | None = None, private: bool | None 
         return HfApi().create_repo(name, token=token, private=private, exist_ok=True).repo_id
     except Exception as error:
         raise PushFailed(
-            f"push_to_hub was given, but the repository {name} could not be created: {error!r} from {constants.ENDPOINT}\nNothing else has been done "
-            "yet. Remove `push_to_hub` to continue without the Hub, and push the result later."
+            f"push_to_hub was given, but the repository {name} could not be created: {error!r} from {constants.ENDPOINT}\n"
+            "Nothing has been done yet. Remove `push_to_hub` to continue without the Hub, and push the result later."
         ) from error
 
 
@@ -150,6 +151,6 @@ def upload(
         return HfApi().upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=[".*"], **options)
     except Exception as error:  # httpx, hf_xet and huggingface_hub have no common class
         raise PushFailed(
-            f"The push to {repo_id} failed: {error!r} from {constants.ENDPOINT}\nNothing is lost: everything is saved in {folder}. To push it again:\n"
-            f"  {shlex.join(argv)}"
+            f"The push to {repo_id} failed: {error!r} from {constants.ENDPOINT}\n"
+            f"Nothing is lost: everything is saved in {folder}. To push it again:\n  {shlex.join(argv)}"
         ) from error

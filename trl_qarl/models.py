@@ -105,6 +105,12 @@ def _rotated(config: Any) -> int:
     return int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
 
 
+def _scaling_of_queries(config: Any) -> dict[str, Any] | None:
+    rotations = config.rope_parameters or {}
+    beta, length = (rotations.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+    return {"original_max_position_embeddings": length, "beta": beta} if beta else None
+
+
 _SLIDING = "sliding_attention"
 _FIELDS_OF_MIMO: dict[str, Callable[[Any], Any]] = {
     "hybrid_layer_pattern": lambda config: [int(kind == _SLIDING) for kind in config.layer_types],
@@ -121,16 +127,22 @@ _FIELDS_OF_MIMO: dict[str, Callable[[Any], Any]] = {
     **_always(add_swa_attention_sink_bias=True),
 }
 
+# Queries beyond the original context are scaled by position, in vLLM only if a field of Mistral's own files says so.
+_SCALING_OF_MISTRAL: dict[str, Callable[[Any], Any]] = {"llama_4_scaling": _scaling_of_queries}
+_VALUES_OF_DEEPSEEK = {"attention_bias": False, "rope_interleave": True}
 _WIDTHS_OF_LFM2: dict[str, Callable[[Any], Any]] = dict.fromkeys(
     ("block_dim", "conv_dim"), lambda config: config.hidden_size
 )
 
+_UNBIASED = {"attention_bias": False}
 _ROWS = (
     Family(
         "AfmoeForCausalLM",
         "afmoe",
+        shares_head=False,
         vllm_fields=_always(n_group=1, topk_group=1, route_norm=True, score_func="sigmoid"),
     ),
+    Family("AXK1ForCausalLM", "axk1", shares_head=False, vllm_values=_VALUES_OF_DEEPSEEK),
     # Its gated norms have groups, those of transformers are of a whole layer.
     Family("BambaForCausalLM", "bamba", vllm_values={"mamba_n_groups": 1}),
     Family("BloomForCausalLM", "bloom", vllm_values={"tie_word_embeddings": True}),
@@ -140,11 +152,15 @@ _ROWS = (
         problem_of_float32="vLLM keeps the parameters of its activation in bfloat16 (`XIELU` in layers/activation.py)",
     ),
     Family("ArceeForCausalLM", "arcee", engine_layers="fused"),
-    Family("Cohere2ForCausalLM", "cohere2", has_longer_window=True),
-    Family("Cohere2MoeForCausalLM", "cohere2_moe", has_longer_window=True),
+    Family("CohereForCausalLM", "cohere", vllm_values=_UNBIASED, shares_head=True),
+    Family("Cohere2ForCausalLM", "cohere2", vllm_values=_UNBIASED, shares_head=True, has_longer_window=True),
+    Family("Cohere2MoeForCausalLM", "cohere2_moe", vllm_values=_UNBIASED, shares_head=True, has_longer_window=True),
+    Family("DeepseekV2ForCausalLM", "deepseek_v2", shares_head=False, vllm_values=_UNBIASED | {"mlp_bias": False}),
     Family(
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
+        shares_head=False,
+        vllm_values=_VALUES_OF_DEEPSEEK,
         vllm_fields=_always(scoring_func="sigmoid", topk_method="noaux_tc"),
     ),
     Family("Ernie4_5ForCausalLM", "ernie4_5", engine_layers="fused", vllm_values={"use_bias": False}),
@@ -154,22 +170,31 @@ _ROWS = (
     Family(
         "FalconForCausalLM",
         "falcon",
+        vllm_values={"activation": "gelu"},
         initialized_layers=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
     ),
+    Family("FalconH1ForCausalLM", "falcon_h1", vllm_values=_UNBIASED | {"mlp_bias": False}),
     Family("FalconMambaForCausalLM", "falcon_mamba", initialized_layers=("out_proj",)),
-    Family("GemmaForCausalLM", "gemma", engine_layers="fused"),
-    Family("Gemma2ForCausalLM", "gemma2", engine_layers="fused"),
+    Family("GemmaForCausalLM", "gemma", engine_layers="fused", vllm_values=_UNBIASED),
+    Family("Gemma2ForCausalLM", "gemma2", engine_layers="fused", shares_head=True),
     Family("Gemma3ForCausalLM", "gemma3_text", engine_layers="fused"),
     Family("Gemma4ForConditionalGeneration", "gemma4", has_compared_pictures=True),
     Family(
         "Gemma3nForCausalLM",
         "gemma3n_text",
+        shares_head=True,
         problem_of_plain_vllm="the embeddings of each layer (models/gemma3n.py)",
     ),
     Family("GlmForCausalLM", "glm", engine_layers="fused"),
     Family("Glm4ForCausalLM", "glm4", engine_layers="fused"),
-    Family("Glm4MoeForCausalLM", "glm4_moe", vllm_fields={"head_dim": _head_dim}),
-    Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", vllm_fields={"first_k_dense_replace": _first_dense}),
+    Family("Glm4MoeForCausalLM", "glm4_moe", shares_head=False, vllm_fields={"head_dim": _head_dim}),
+    Family(
+        "Glm4MoeLiteForCausalLM",
+        "glm4_moe_lite",
+        shares_head=False,
+        vllm_values={"rope_interleave": True},
+        vllm_fields={"first_k_dense_replace": _first_dense},
+    ),
     Family("Glm4vForConditionalGeneration", "glm4v", vllm_fields=_always(attention_bias=True)),
     Family(
         "Glm4vMoeForConditionalGeneration",
@@ -178,11 +203,14 @@ _ROWS = (
     ),
     Family("GPTJForCausalLM", "gptj", shares_head=False),
     Family("GPTBigCodeForCausalLM", "gpt_bigcode", initialized_layers=("c_proj",)),
+    Family("GptOssForCausalLM", "gpt_oss", shares_head=False, vllm_values={"attention_bias": True}),
     Family("GraniteForCausalLM", "granite", engine_layers="rounded"),
+    Family("GraniteMoeSharedForCausalLM", "granitemoeshared", vllm_values=_UNBIASED),
     Family("GraniteMoeHybridForCausalLM", "granitemoehybrid", vllm_values={"mamba_n_groups": 1}),
     Family(
         "HYV3ForCausalLM",
         "hy_v3",
+        vllm_values=_UNBIASED,
         vllm_fields={
             "expert_hidden_dim": lambda config: config.moe_intermediate_size,
             "first_k_dense_replace": _first_dense,
@@ -190,6 +218,7 @@ _ROWS = (
     ),
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", engine_layers="transformers"),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
+    Family("JambaForCausalLM", "jamba", shares_head=False),
     Family("LagunaForCausalLM", "laguna", problem_of_plain_vllm="the bias of the router (models/laguna.py)"),
     Family("Lfm2ForCausalLM", "lfm2", shares_head=True, vllm_fields=_WIDTHS_OF_LFM2),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", shares_head=True),
@@ -197,18 +226,37 @@ _ROWS = (
     Family("LlamaForCausalLM", "llama", engine_layers="fused", gguf="llama"),
     Family("MambaForCausalLM", "mamba", initialized_layers=("out_proj",)),
     Family("Mamba2ForCausalLM", "mamba2", vllm_values={"n_groups": 1}, initialized_layers=("out_proj",)),
-    Family("MiMoV2FlashForCausalLM", "mimo_v2_flash", vllm_fields=_FIELDS_OF_MIMO),
+    Family(
+        "MiMoV2FlashForCausalLM",
+        "mimo_v2_flash",
+        shares_head=False,
+        vllm_fields=_FIELDS_OF_MIMO,
+        vllm_values={"routed_scaling_factor": 1.0},
+    ),
     Family(
         "MiniMaxM2ForCausalLM",
         "minimax_m2",
+        shares_head=False,
         vllm_fields={"rotary_dim": _rotated, **_always(scoring_func="sigmoid", use_routing_bias=True)},
     ),
+    Family("MiniCPM3ForCausalLM", "minicpm3", vllm_values=_UNBIASED),
+    Family("Ministral3ForCausalLM", "ministral3", vllm_fields=_SCALING_OF_MISTRAL),
     Family("MistralForCausalLM", "mistral", engine_layers="fused", gguf="llama"),
-    Family("Mistral3ForConditionalGeneration", "mistral3", has_compared_pictures=True),
+    Family(
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        vllm_fields=_SCALING_OF_MISTRAL,
+        has_compared_pictures=True,
+    ),
     Family("MixtralForCausalLM", "mixtral", engine_layers="fused"),
     Family("NanoChatForCausalLM", "nanochat", initialized_layers=("o_proj",)),
     Family("OlmoForCausalLM", "olmo", engine_layers="transformers"),
-    Family("OlmoeForCausalLM", "olmoe", vllm_values={"clip_qkv": None}),
+    Family(
+        "OlmoeForCausalLM",
+        "olmoe",
+        shares_head=False,
+        vllm_values=_UNBIASED | {"clip_qkv": None, "norm_topk_prob": False},
+    ),
     Family("Olmo2ForCausalLM", "olmo2", engine_layers="transformers"),
     Family("Olmo3ForCausalLM", "olmo3", engine_layers="transformers"),
     Family(
@@ -231,7 +279,9 @@ _ROWS = (
         },
     ),
     Family("Qwen2ForCausalLM", "qwen2", engine_layers="fused", has_one_window=True, gguf="qwen2"),
-    Family("Qwen2MoeForCausalLM", "qwen2_moe", engine_layers="fused", has_one_window=True),
+    Family(
+        "Qwen2MoeForCausalLM", "qwen2_moe", engine_layers="fused", vllm_values={"qkv_bias": True}, has_one_window=True
+    ),
     Family("Qwen2VLForConditionalGeneration", "qwen2_vl", has_one_window=True, has_compared_pictures=True),
     Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", has_one_window=True, has_compared_pictures=True),
     Family(
@@ -239,11 +289,14 @@ _ROWS = (
         "qwen3",
         engine_layers="fused",
         has_one_window=True,
-        vllm_values={"attention_bias": False},
+        vllm_values=_UNBIASED,
         gguf="qwen3",
     ),
-    Family("Qwen3MoeForCausalLM", "qwen3_moe", engine_layers="fused", vllm_values={"attention_bias": False}),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", engine_layers="fused", vllm_values=_UNBIASED),
+    Family("Qwen3NextForCausalLM", "qwen3_next", shares_head=False, vllm_values=_UNBIASED),
     Family("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", vllm_fields=_always(norm_topk_prob=True)),
+    Family("Qwen3_5ForCausalLM", "qwen3_5_text", vllm_values=_UNBIASED),
+    Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", vllm_values=_UNBIASED),
     Family("Qwen3_5ForConditionalGeneration", "qwen3_5", has_compared_pictures=True),
     Family("Qwen3VLForConditionalGeneration", "qwen3_vl", has_compared_pictures=True),
     Family(
@@ -281,9 +334,11 @@ def family_of(architecture: str) -> Family:
 
 
 def fields_for_vllm(architecture: str, config: Any) -> dict[str, Any]:
-    """Return `vllm_fields` with the values of a configuration of text, which it may have from its file."""
+    """Return `vllm_fields` with the values of a configuration of text, which it may have from its file, without those
+    that are `None`."""
     fields = family_of(architecture).vllm_fields
-    return {name: getattr(config, name) if hasattr(config, name) else make(config) for name, make in fields.items()}
+    values = {name: getattr(config, name) if hasattr(config, name) else make(config) for name, make in fields.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def has_one_window(model_type: str) -> bool:

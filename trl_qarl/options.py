@@ -23,6 +23,11 @@ MUONS = ("muon", "muon_8bit")
 """Names of `optim` that transformers does not know."""
 
 
+def optimizer_name(args: Any) -> str:
+    """Return `optim` as text: transformers replaces a name by a member of its enumeration."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
 def _one_of(name: str, default: str | None) -> Any:
     return field(default=default, metadata={"choices": list(CHOICES[name])})
 
@@ -45,8 +50,7 @@ def describe_options(cls: type) -> type:
 
 
 def own_options(cls: type, inherited: type) -> list[str]:
-    """Return the names of the options that `cls` adds to those of its base class `inherited`, or redefines, beginning
-    with those of its other bases."""
+    """Return the options that `cls` adds to its base class `inherited`, or redefines, first those of other bases."""
     bases = [base for base in cls.__mro__ if not issubclass(inherited, base)]
     declared = [name for base in (*bases[1:], cls) for name in vars(base).get("__annotations__", {})]
     known = {option.name for option in fields(cls)}
@@ -106,8 +110,7 @@ class QuantOptions:
 
     @property
     def is_quantized(self) -> bool:
-        """True if any layer runs low-bit weights. Also true for an invalid scheme, so that all problems can be
-        reported at once."""
+        """True if any layer runs low-bit weights, and for an invalid scheme, so that others are reported with it."""
         try:
             return self.plan.is_quantized
         except ValueError:

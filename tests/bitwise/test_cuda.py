@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
+from reference.attention_naive import attend
 from trl_qarl import QaRLConfig
 from trl_qarl.bitwise import cuda, ops
 from trl_qarl.bitwise.availability import choose_numerics
@@ -36,11 +36,7 @@ def paged_attention(*, q, k, v, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqle
     for start, end, length, blocks in zip(bounds, bounds[1:], seqused_k.tolist(), block_table.tolist(), strict=False):
         used = blocks[: -(-length // cuda.BLOCK_SIZE)]
         keys, values = (x[used].flatten(0, 1)[:length].float() for x in (k, v))
-        groups, seen = q.shape[1] // keys.shape[1], torch.ones(end - start, length).tril(length - end + start).bool()
-        keys, values = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (keys, values))
-        rows = q[start:end].float().transpose(0, 1)
-        attended = F.scaled_dot_product_attention(rows, keys, values, seen, scale=softmax_scale)
-        output[start:end] = attended.transpose(0, 1)
+        output[start:end] = attend(q[start:end].float(), keys, values, softmax_scale)
     return output
 
 
@@ -76,10 +72,8 @@ def test_a_query_sees_the_keys_up_to_its_place(gpu_kernels, query_lengths, key_l
     key, value = (torch.randn(sum(key_lengths), 2, 32, generator=generator).bfloat16() for _ in range(2))
     output = cuda.attention(query, key, value, Segments(query_lengths, key_lengths), 0.3)
     parts = zip(*(x.split(n) for x, n in ((output, query_lengths), (query, query_lengths), (key, key_lengths), (value, key_lengths))), strict=True)  # fmt: skip
-    for out, q, k, v in parts:
-        q, k, v = (x.double().transpose(0, 1) for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))
-        mask = torch.ones(q.shape[1], k.shape[1]).tril(k.shape[1] - q.shape[1]).bool()
-        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3).transpose(0, 1)
+    for out, *segment in parts:
+        expected = attend(*(x.double() for x in segment), 0.3)
         torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0.01)
 
 
@@ -109,11 +103,11 @@ def test_an_engine_without_batch_invariance_is_refused(monkeypatch):
     with pytest.raises(ValueError) as info:
         check_arithmetic({"arithmetic": cuda.describe_arithmetic(config)}, on_gpu=True)
     assert str(info.value).splitlines()[1:6] == [
-        "  VLLM_BATCH_INVARIANT: learner 1, engine 0",
-        "  VLLM_USE_V2_MODEL_RUNNER: learner 0, engine 1",
+        "  VLLM_BATCH_INVARIANT: learner '1', engine '0'",
+        "  VLLM_USE_V2_MODEL_RUNNER: learner '0', engine '1'",
         "  enforce_eager: learner True, engine False",
-        "  attention_backend: learner FLASH_ATTN, engine FLASHINFER",
-        "  head_dtype: learner torch.bfloat16, engine torch.float32",
+        "  attention_backend: learner 'FLASH_ATTN', engine 'FLASHINFER'",
+        "  head_dtype: learner 'torch.bfloat16', engine 'torch.float32'",
     ]
     assert "trl-qarl vllm-serve --numerics engine" in str(info.value)
     check_arithmetic({"arithmetic": cuda.describe_arithmetic()}, on_gpu=True)

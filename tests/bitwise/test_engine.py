@@ -312,8 +312,8 @@ def test_an_engine_that_splits_the_sums_of_attention_is_refused(tmp_path, monkey
         ("avx512", False, r"avx512: learner True, engine False"),
         ("amx", None, r"amx: learner (True|False), engine None"),
         ("l2_cache_size", 1, r"l2_cache_size: learner \d+, engine 1"),
-        ("vllm", "0.0.1", r"vllm: learner \d+\.\d+\S*, engine 0.0.1"),
-        ("attention", None, r"learner requests of one pass, engine None\n.*same releases of vLLM and trl_qarl"),
+        ("vllm", "0.0.1", r"vllm: learner '\d+\.\d+\S*', engine '0.0.1'"),
+        ("attention", None, r"learner 'requests of one pass', engine None\n.*same releases of vLLM and trl_qarl"),
         ("lora", {"max_rank": 64}, "max_lora_rank: learner 8, engine 64"),
     ],
 )

@@ -254,5 +254,5 @@ def test_the_environment_overrides_the_form_that_was_chosen(monkeypatch):
 def test_an_engine_with_another_product_is_refused(monkeypatch):
     theirs = products.describe_arithmetic() | {"VLLM_CPU_ATTN_SPLIT_KV": 0}
     monkeypatch.setenv(CPU_WEIGHTS_VARIABLE, "packed")
-    with pytest.raises(ValueError, match=re.escape("cpu_weights: learner packed, engine expanded")):
+    with pytest.raises(ValueError, match=re.escape("cpu_weights: learner 'packed', engine 'expanded'")):
         check_arithmetic({"arithmetic": theirs})

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from reference.attention_naive import attend
 from testing_utils import relative_error
 from testing_utils.live_bytes import LiveBytes
 from trl_qarl.bitwise import cpu as kernels
@@ -66,15 +67,8 @@ def test_attention_has_the_gradient_of_exact_attention(lengths, window, softcap,
     upstream = torch.randn(output.shape, generator=generator).bfloat16()
     output.backward(upstream)
     reference = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    parts = []
-    for q, k, v in zip(*(tensor.split(lengths) for tensor in reference), strict=True):
-        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * 0.125
-        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-        seen = torch.ones(len(q), len(q)).tril().triu(1 - (window or len(q))).bool()
-        scores = scores.masked_fill(~seen, -torch.inf)
-        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-    expected = torch.cat(parts)
+    segments = zip(*(tensor.split(lengths) for tensor in reference), strict=True)
+    expected = torch.cat([attend(*segment, 0.125, window, softcap) for segment in segments])
     expected.backward(upstream.double())
     assert (output - expected).abs().max() < 0.02
     check_gradients(inputs, reference)
@@ -107,15 +101,10 @@ def test_keys_of_several_sequences_have_their_exact_gradient(window, knows_runs,
     output.backward(upstream)
     reference = [tensor.detach().double().requires_grad_() for tensor in inputs]
     query, *rows = reference
-    parts = []
-    for q, each in zip(query.split(queries), keys, strict=True):
-        k, v = (x[each].repeat_interleave(2, 1) for x in rows)
-        distance = torch.arange(len(each) - len(q), len(each))[:, None] - torch.arange(len(each))
-        hidden = (distance < 0) | (distance >= (window or start))
-        scores = (torch.einsum("qhd,khd->hqk", q, k) * 0.125).masked_fill(hidden, -torch.inf)
-        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-    torch.cat(parts).backward(upstream.double())
-    assert (output - torch.cat(parts)).abs().max() < 0.02
+    segments = zip(query.split(queries), keys, strict=True)
+    expected = torch.cat([attend(q, *(x[each] for x in rows), 0.125, window) for q, each in segments])
+    expected.backward(upstream.double())
+    assert (output - expected).abs().max() < 0.02
     check_gradients(inputs, reference)
 
 

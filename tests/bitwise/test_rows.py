@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from trl.trainer.utils import add_fused_lm_head
 
+from reference.attention_naive import attend
 from testing_utils import MIXTURES, make_tiny_mixture, make_tiny_model
 from testing_utils.learners import make_batch, score
 from trl_qarl.bitwise import flash, rows
@@ -72,12 +73,8 @@ def test_two_calls_joined_are_attention_to_both_sets_of_keys(dtype, tolerance):
     for length in lengths:
         prompt = [list(range(115))[keys] for queries, keys in runs if queries.start <= start < queries.stop]
         own = list(range(start, start + length))
-        seen = sum(prompt, []) + own
         query, *keys = reference
-        k, v = (each[seen].repeat_interleave(2, 1) for each in keys)
-        hidden = torch.arange(len(seen)) > torch.arange(len(seen) - length, len(seen))[:, None]
-        scores = (torch.einsum("qhd,khd->hqk", query[own], k) * 0.3).masked_fill(hidden, -torch.inf)
-        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+        parts.append(attend(query[own], *(each[sum(prompt, []) + own] for each in keys), 0.3))
         start += length
     expected = torch.cat(parts)
     expected.backward(upstream.double())
@@ -108,8 +105,8 @@ def test_flash_attention_gets_lengths_and_keys():
         return query.transpose(1, 2), None
 
     query, key = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8)
-    attend = rows._with_layouts("flash_attention_2", flash)
-    attend(None, query, key, key, torch.ones(1, 9), scaling=0.5, sliding_window=8, layout=layout)
+    function = rows._with_layouts("flash_attention_2", flash)
+    function(None, query, key, key, torch.ones(1, 9), scaling=0.5, sliding_window=8, layout=layout)
     assert torch.equal(given["key"], key[:, :, layout.segments.keys]) and given["mask"] is None
     assert given["cu_seq_lens_q"].tolist() == [0, 2, 4, 7, 9] and given["max_length_q"] == 3
     assert given["cu_seq_lens_k"].tolist() == [0, 2, 6, 11, 13] and given["max_length_k"] == 5
@@ -124,14 +121,11 @@ def test_one_call_with_lengths_is_one_call_for_each_segment(monkeypatch, window)
 
     def kernel(query, key, value, starts_q, starts_k, longest_q, longest_k, scale, window_size, enable_gqa):
         assert (longest_q, longest_k, enable_gqa, window_size[1]) == (3, 5, True, 0)
-        outputs = []
-        for a, b, c, d in zip(starts_q[:-1], starts_q[1:], starts_k[:-1], starts_k[1:], strict=True):
-            q, k, v = query[a:b], *(x[c:d].repeat_interleave(2, 1) for x in (key, value))
-            place = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
-            seen = (place >= 0) & ((place <= window_size[0]) | (window_size[0] < 0))
-            scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-            outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
-        return torch.cat(outputs)
+        bounds = zip(starts_q[:-1], starts_q[1:], starts_k[:-1], starts_k[1:], strict=True)
+        # Without a window its size is -1, and with one a query sees as many keys before its own.
+        return torch.cat(
+            [attend(query[a:b], key[c:d], value[c:d], scale, window_size[0] + 1) for a, b, c, d in bounds]
+        )
 
     monkeypatch.setattr(rows, "varlen_attn", kernel)
     arguments = query, key, value, layout.segments.query_lengths, layout.segments.key_lengths, 0.3, window

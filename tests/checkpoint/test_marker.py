@@ -50,34 +50,41 @@ def test_checkpoint_without_a_marker_needs_a_whole_state(tmp_path, state):
     assert is_complete(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "pytorch_model_fsdp_0/__1_0.distcp", COMPLETE_FILE])
+@pytest.mark.parametrize("name", ["optimizer.pt", "pytorch_model_fsdp_0/__1_0.distcp"])
 def test_a_cut_or_missing_file_is_named(folder, name):
     """A sharded checkpoint has folders of files, of which each process writes some."""
     (folder / "pytorch_model_fsdp_0").mkdir()
-    for written in ("optimizer.pt", "pytorch_model_fsdp_0/__1_0.distcp", "README.md", "training_args.bin"):
+    for written in (name, "README.md", "training_args.bin"):
         (folder / written).write_bytes(b"0123456789")
     complete(folder)
     (folder / "README.md").write_text("Edited.")
     (folder / "training_args.bin").unlink()
     (folder / "more").touch()
     assert problem_of(folder) is None
-    whole = (folder / name).read_bytes()
-    for size in (len(whole) // 2, 0):
-        (folder / name).write_bytes(whole[:size])
-        expected = f"{name} has {size} of 10 bytes" if name != COMPLETE_FILE else f"{name} cannot be read ("
-        assert problem_of(folder).startswith(f"damaged: {expected}") and not is_complete(folder)
-    if name == COMPLETE_FILE:
-        (folder / name).write_text("[]")
-        assert problem_of(folder) == f"damaged: {name} holds no sizes and sums of files"
+    for size in (5, 0):
+        (folder / name).write_bytes(b"0123456789"[:size])
+        assert problem_of(folder) == f"damaged: {name} has {size} of 10 bytes"
     (folder / name).unlink()
-    if name != COMPLETE_FILE:
-        assert problem_of(folder) == f"damaged: {name} cannot be read (No such file or directory)"
-    assert not is_complete(folder)
-    (folder / name).write_bytes(whole)
+    assert problem_of(folder) == f"damaged: {name} cannot be read (No such file or directory)"
+    (folder / name).write_bytes(b"0123456789")
     assert is_complete(folder)
 
 
-@pytest.mark.parametrize("size", [1, 10, 3 * marker._CHUNK + 1])
+def test_a_damaged_or_missing_mark_is_named(folder):
+    (folder / "optimizer.pt").touch()
+    complete(folder)
+    for content, said in (
+        ("", "cannot be read ("),
+        ('{"optim', "cannot be read ("),
+        ("[]", "holds no sizes and sums"),
+    ):
+        (folder / COMPLETE_FILE).write_text(content)
+        assert problem_of(folder).startswith(f"damaged: {COMPLETE_FILE} {said}")
+    (folder / COMPLETE_FILE).unlink()
+    assert not is_complete(folder)
+
+
+@pytest.mark.parametrize("size", [1, 3 * marker._CHUNK + 1])
 def test_a_flipped_bit_is_found_when_files_are_read(folder, size):
     path = folder / "nested" / "optimizer.pt"
     path.parent.mkdir()

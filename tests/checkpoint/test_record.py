@@ -1,21 +1,29 @@
 """The record of a checkpoint: which scheme each layer was trained for."""
 
+import json
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from testing_utils.trainings import RECORD
 from trl_qarl.checkpoint import marker
 from trl_qarl.checkpoint.record import (
     check_checkpoint,
     differing_records,
     folder_to_resume,
+    read_record,
     scheme_record,
     scheme_settings,
     write_scheme,
 )
 from trl_qarl.quantization.plan import get_plan
+
+
+def written(*left_out, **changed):
+    """A record of a run as JSON, without some entries and with others changed."""
+    return json.dumps({name: value for name, value in (RECORD | changed).items() if name not in left_out}).encode()
 
 
 ARGS = SimpleNamespace(quantize_learner=True, exclude_modules=("o_proj",))
@@ -34,15 +42,15 @@ def test_a_checkpoint_is_resumed_by_its_own_plan_alone(tmp_path):
         record_of("w4a16", 64),
     ]
     assert records[0]["scheme"] == MAPPING
-    for written in records:
+    for ours in records:
         marker.begin(tmp_path)
-        write_scheme(tmp_path, written)
+        write_scheme(tmp_path, ours)
         marker.complete(tmp_path)
-        assert check_checkpoint(str(tmp_path), "", written) == str(tmp_path)
+        check_checkpoint(tmp_path, ours)
         for other in records:
-            if other is not written:
+            if other is not ours:
                 with pytest.raises(ValueError, match="was trained with"):
-                    check_checkpoint(str(tmp_path), "", other)
+                    check_checkpoint(tmp_path, other)
 
 
 def test_other_records_are_told_by_what_differs():
@@ -67,6 +75,23 @@ def test_one_name_to_exclude_may_be_written_without_a_list(spelled):
     assert scheme_settings(args, get_plan("w4a16")) == scheme_settings(ARGS, get_plan("w4a16"))
     args.exclude_modules = []
     assert scheme_settings(args, get_plan("w4a16"))["exclude_modules"] is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        *((content, "read") for content in (b"{", b"\xff\xfe", b"[1]")),
+        (written("scale_dtype"), "'scale_dtype'"),
+        (written(scale_dtype="int3"), "scale_dtype='int3'"),
+        (written(scheme=4), "scheme=4"),
+        (written(scheme={"re:(": "w4a16"}, group_size=None), "scheme: 're:\\('"),
+        (written(group_size="128"), "group_size='128'"),
+    ],
+)
+def test_a_broken_record_is_named(tmp_path, content, message):
+    (tmp_path / "qarl.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"{tmp_path}/qarl.json cannot be .*{message}"):
+        read_record(tmp_path / "qarl.json")
 
 
 def test_what_is_no_checkpoint_says_where_one_is(tmp_path):

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Llama4Config, Llama4ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2VisionConfig,
+    Cohere2VisionForConditionalGeneration,
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+)
 
 from testing_utils import make_tiny_config
 from testing_utils.trainings import EXPERTS
@@ -24,15 +32,36 @@ def test_a_class_without_a_body_for_trls_loss_is_refused():
     assert "Llama4ForCausalLM" in next(problems_of_body(model)) and not [*problems_of_body(model.language_model)]
 
 
+def test_a_class_that_leaves_out_a_scale_of_logits_is_refused():
+    tower = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64}
+    for scale in (0.25, 1.0):
+        text = make_tiny_config("cohere2", logit_scale=scale).to_dict()
+        config = Cohere2VisionConfig(text_config=text, vision_config=tower, alignment_intermediate_size=64)
+        with torch.device("meta"):
+            model = Cohere2VisionForConditionalGeneration(config)
+        found = [*problems_of_body(model)]
+        assert [each.partition(" of its")[0] for each in found] == (
+            [] if scale == 1.0 else ["Cohere2VisionForConditionalGeneration leaves out logit_scale=0.25"]
+        )
+
+
 def test_a_checkpoint_that_joins_layers_is_refused():
     (problem,) = problems_with_vllm(model_of("hrm_text"), None, on_cpu=False, schemes={})
     assert problem.startswith("checkpoints of HrmTextForCausalLM join layers, such as `model.L_module.layers.0.")
+
+    tower = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64}
+    config = Kimi_K25Config(text_config={"num_hidden_layers": 1, "first_k_dense_replace": 1}, vision_config=tower)
+    with torch.device("meta"):
+        model = Kimi_K25ForConditionalGeneration(config)
+    # Its conversion also renames groups of layers, by expressions.
+    (problem,) = problems_with_vllm(model, None, on_cpu=False, schemes={})
+    assert "join layers, such as `model.vision_tower.layers.0.attn.q_proj" in problem
 
 
 def test_a_class_that_loses_a_row_when_it_is_loaded_is_refused():
     (problem,) = problems_of_body(model_of("youtu"))
     assert problem.startswith("YoutuForCausalLM: whenever transformers loads it,")
-    assert [*problems_of_body(model_of("qwen3"))] == []
+    assert [*problems_of_body(model_of("qwen3")), *problems_of_body(model_of("xlstm", num_heads=2))] == []
 
 
 @pytest.mark.parametrize(
@@ -59,9 +88,12 @@ def test_sparse_attention_is_refused_on_a_cpu_alone():
     assert [*problems_with_vllm(model, torch.bfloat16, on_cpu=False, schemes={})] == []
 
 
-@pytest.mark.parametrize(("arch", "is_tied"), [("lfm2", True), ("lfm2_moe", True), ("phi", False), ("gptj", False)])
+@pytest.mark.parametrize(
+    ("arch", "is_tied"),
+    [("gemma2", True), ("lfm2", True), ("lfm2_moe", True), ("phi", False), ("gptj", False), ("jamba", False)],
+)
 def test_a_class_that_always_or_never_ties_its_head_is_named(arch, is_tied):
-    fields = {"layer_types": ["conv", "full_attention"]} if is_tied else {}
+    fields = {"layer_types": ["conv", "full_attention"]} if arch.startswith("lfm2") else {}
     tied, untied = (
         [*problems_with_vllm(model_of(arch, tie_word_embeddings=ties, **fields), None, False, {})]
         for ties in (is_tied, not is_tied)
@@ -87,6 +119,18 @@ FIXED = {"attention_bias": True, "lm_head_bias": True}
             "mamba2",
             {"n_groups": 2, "num_heads": 8, "head_dim": 32},
             "n_groups=2: vLLM 0.31's class always has n_groups=1.",
+        ),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "tokens attend to later ones, and in vLLM to earlier"),
+        ("gemma3_text", {}, None),
+        *(
+            (arch, {name: value}, f"{name}={value}: vLLM 0.31's class always has {name}={not value}.")
+            for arch, name, value in (
+                ("cohere", "attention_bias", True),
+                ("gpt_oss", "attention_bias", False),
+                ("glm4_moe_lite", "rope_interleave", False),
+                ("olmoe", "norm_topk_prob", True),
+                ("qwen2_moe", "qkv_bias", False),
+            )
         ),
         ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate=True: vLLM 0.31 always"),
         ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, None),
@@ -130,6 +174,12 @@ def test_experts_in_schemes_that_were_not_compared_are_refused():
         ("codegen", {"n_embd": 128, "n_head": 4, "n_layer": 2, "rotary_dim": 16}, "has no class CodeGenForCausalLM"),
         ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "only if all its layers attend"),
         ("biogpt", {}, "only if the output head is `lm_head`"),
+        ("ctrl", {"n_embd": 128, "n_layer": 2, "n_head": 4, "dff": 256}, "`lm_head`, without a bias"),
+        (
+            "bart",
+            {"decoder_layers": 1, "decoder_ffn_dim": 64, "is_encoder_decoder": False},
+            "only if its body takes positions",
+        ),
         ("xlstm", {"num_heads": 2}, "only if all its layers attend"),
         # Two attentions with one cache, and a mask that a layer computes.
         ("diffllama", {"num_key_value_heads": 2}, "only if each layer attends once"),

@@ -35,12 +35,13 @@ def test_no_conflict_is_found_in_what_works(tmp_path, options):
         ({"vllm_token_file": "t"}, "use_vllm=False"),
         (ALL_SERVER | {"vllm_server_host": "10.0.0.7:8000"}, "vllm_server_host='10.0.0.7:8000'"),
         (ALL_SERVER | {"vllm_server_host": ""}, "vllm_server_host=''"),
+        (ALL_SERVER | {"rollout_ahead": 1, "quantize_learner": False}, "quantize_learner=False: a batch is drawn"),
         ({"optim": "adalomo"}, "adalomo"),
+        ({"scheme": "bf16", "exclude_modules": ["o_proj"]}, "exclude_modules=.'o_proj'.: this scheme"),
+        ({"scheme": "bf16", "fp16": True}, "use_cpu=True: quantized training in float16"),
+        ({"vllm_server_autostart": True}, "vllm_server_autostart=True, vllm_mode=.*, use_vllm=False"),
         ({"push_to_hub": True, "hub_strategy": "all_checkpoints"}, "all_checkpoints"),
-        (
-            {"mask_truncated_completions": True, "generation_kwargs": {"stop_strings": "."}},
-            "mask_truncated_completions=True",
-        ),
+        ({"mask_truncated_completions": True, "generation_kwargs": {"stop_strings": "."}}, "completions=True"),
     ],
     ids=str,
 )

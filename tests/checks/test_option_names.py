@@ -3,19 +3,20 @@
 import dataclasses
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 
 from testing_utils.trainings import config
 from trl_qarl import QaRLConfig
 from trl_qarl.checks.names import OF_THE_TRAINER, REMOVED, RENAMED
 from trl_qarl.checks.problems import Problems
-from trl_qarl.scripts.train import known_options
+from trl_qarl.scripts.train import known_options, make_parser
 
 
 FIELDS = {field.name for field in dataclasses.fields(QaRLConfig)}
 
 
 def test_tables_name_what_is_gone_and_what_is_there():
-    known = {name[2:].replace("-", "_") for name in known_options()}
+    known = {name[2:].replace("-", "_") for name in known_options(make_parser(), launch_command_parser())}
     assert not (RENAMED.keys() | REMOVED.keys()) & known
     assert {*RENAMED.values()} <= known and not OF_THE_TRAINER.keys() & FIELDS
     assert not RENAMED.keys() & REMOVED.keys()
@@ -50,8 +51,5 @@ def test_an_unknown_name_says_what_to_do(tmp_path, name, value, says):
 def test_the_value_of_a_renamed_option_is_checked_too(tmp_path):
     with pytest.raises(Problems) as error:
         config(tmp_path, warmup_ratio=-0.1, mismatch_cap=1.0)
-    assert [problem.split("=")[0] for problem in error.value.problems] == [
-        "warmup_ratio",
-        "warmup_steps",
-        "mismatch_cap",
-    ]
+    names = ["warmup_ratio", "warmup_steps", "mismatch_cap"]
+    assert [problem.split("=")[0] for problem in error.value.problems] == names

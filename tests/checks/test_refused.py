@@ -61,6 +61,8 @@ def test_generation_kwargs_that_change_the_distribution_raise(tmp_path, kwargs):
 
 MODEL_INIT_VALUES = {
     "quantization_config": {},
+    "load_in_4bit": True,
+    "load_in_8bit": True,
     "use_kernels": True,
     "tp_plan": "auto",
     "tp_size": 2,
@@ -76,25 +78,6 @@ def test_loading_a_model_in_a_way_that_is_not_honoured_raises(tmp_path, name):
     assert MODEL_INIT_KWARGS_REFUSED[name] in str(error.value)
     neutral = {name: False if MODEL_INIT_VALUES[name] is True else None}
     assert config(tmp_path, model_init_kwargs=neutral).model_init_kwargs == neutral
-
-
-def test_all_refusals_come_in_one_message(tmp_path):
-    recipe = {
-        "epsilon": 0.1,
-        "epsilon_high": 0.28,
-        "importance_sampling_level": "sequence",
-        "vllm_importance_sampling_mode": "token_truncate",
-        "vllm_importance_sampling_cap": 2.0,
-    }
-    elsewhere = {"use_vllm": True, "top_p": 0.9, "torch_compile": True}
-    with pytest.raises(ValueError) as error:
-        config(tmp_path, **recipe, **elsewhere)
-    lines = str(error.value).splitlines()
-    assert lines[0] == "7 problems:"
-    assert {line.split("=")[0] for line in lines[1:]} == {f"- {name}" for name in (*recipe, "torch_compile", "top_p")}
-    assert all(REFUSED_BY_TBPO[name] in str(error.value) for name in recipe)
-    c = config(tmp_path, loss_type="dapo", **recipe)
-    assert {name: getattr(c, name) for name in recipe} == recipe
 
 
 def test_neutral_values_pass(tmp_path):

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_runs import LORA, Masters, train
+from sharded_runs import LORA, train
 
 from testing_utils import fixed_completions, logged, make_problems, relative_error, save_at
+from testing_utils.trainings import Masters
 from testing_utils.warm import FOLDER, Warm
 
 

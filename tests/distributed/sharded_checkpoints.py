@@ -7,8 +7,9 @@ import killed
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_runs import Masters, assert_keeps_the_last_finite, train
+from sharded_runs import assert_keeps_the_last_finite, train
 
+from testing_utils.trainings import Masters
 from trl_qarl.quantization.storage import whole
 
 
@@ -43,7 +44,7 @@ def weights_that_are_not_finite_are_no_checkpoint(folder):
     assert_keeps_the_last_finite(folder, "sharded-nan", launch=launch, optim="adamw_torch")
 
 
-def one_process_goes_on_from_a_checkpoint_of_two(folder):
+def one_process_goes_on_from_a_checkpoint_of_two(folder):  # nightly
     for kind, optim in (("FULL_STATE_DICT", "adamw_torch_fused"), ("SHARDED_STATE_DICT", "muon_8bit")):
         seen, before = Masters(), torch.load(f"{folder}/{kind}.pt")
         options = {"launch": {"state_dict_type": kind}, "bf16": True, "optim": optim, "max_steps": 3}
@@ -56,7 +57,7 @@ def one_process_goes_on_from_a_checkpoint_of_two(folder):
             torch.save(seen.at[3], f"{folder}/{kind}-alone.pt")
 
 
-def two_processes_go_on_from_a_checkpoint_of_one(folder):
+def two_processes_go_on_from_a_checkpoint_of_one(folder):  # nightly
     kind, seen = "SHARDED_STATE_DICT", Masters()
     options = {"launch": {"state_dict_type": kind}, "bf16": True, "optim": "muon_8bit"}
     resume = f"{folder}/{kind}-alone/checkpoint-3"
@@ -67,7 +68,7 @@ def two_processes_go_on_from_a_checkpoint_of_one(folder):
         assert trainer.state.global_step == 4
 
 
-def a_killed_process_leaves_a_checkpoint(folder):
+def a_killed_process_leaves_a_checkpoint(folder):  # nightly
     options = {"launch": {"state_dict_type": "SHARDED_STATE_DICT"}, "bf16": True, "optim": "muon_8bit"}
     options["gradient_dtype"] = "bfloat16"
     killed.the_last_checkpoint_survives_a_killed_process(folder, train, "SHARDED_STATE_DICT", options)

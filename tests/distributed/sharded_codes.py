@@ -113,7 +113,7 @@ def gradients_of(model, micro_batches, count):
 
 # torchao's optimizers compile their step for most of a minute, which is not what is tested.
 @torch.compiler.set_stance("force_eager")
-def training_equals_one_process(folder):
+def training_equals_one_process(folder):  # nightly
     """
     Losses, gradients, masters, codes and what is published after three steps, bit for bit, without clipping, whose
     norm is added up in another order. Of several micro-batches one process adds up those of each process first, as two

@@ -21,7 +21,7 @@ def assert_trains_the_tower(trainer, folder):
     assert [name for name, p in after if whole(p.detach()).equal(before.get_parameter(name))] == []
 
 
-def pictures_train_what_they_train_with_whole_masters(folder):
+def pictures_train_what_they_train_with_whole_masters(folder):  # nightly
     """Tower and connector are trained and sharded, too."""
     [ddp] = train(folder, "pictures-ddp", **PICTURES)
     assert_trains_the_tower(ddp, folder)
@@ -37,7 +37,7 @@ def processes_that_have_pictures_or_none_are_told_so(folder):
         next(train(folder, "pictures-apart", rows=make_mixed_problems(2), **PICTURES))
 
 
-def zero_trains_pictures(folder):
+def zero_trains_pictures(folder):  # nightly
     for stage in (2, 3):
         adds_up = [zero.AddsUpAsDeepSpeed()] if stage == 3 else []
         [ddp] = train(folder, f"pictures-zero{stage}-ddp", callbacks=adds_up, **PICTURES)
@@ -48,7 +48,7 @@ def zero_trains_pictures(folder):
             assert_trained_the_same(trainer, ddp)
 
 
-def pictures_are_shown_to_an_engine_in_every_process(folder):
+def pictures_are_shown_to_an_engine_in_every_process(folder):  # nightly
     """With whole and with sharded masters."""
     if find_spec("vllm") is None:
         return

@@ -8,7 +8,6 @@ accelerate gives FSDP to GPUs alone: on a CPU it runs DDP without a word. [`laun
 
 import hashlib
 import json
-import math
 import os
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -26,15 +25,16 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from testing_utils import launch_environment, make_trainer
 from testing_utils.pictures import KINDS, make_picture_problems, spread
+from testing_utils.trainings import Masters, Spoils, bands
 from trl_qarl.adapters.tensors import iter_adapter_tensors
 from trl_qarl.checkpoint import marker
 from trl_qarl.checkpoint.export import read_header
 from trl_qarl.checkpoint.layout import iter_checkpoint_layers
-from trl_qarl.quantization.storage import is_sharded, storage_of, whole
+from trl_qarl.quantization.storage import is_sharded, whole
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
 from trl_qarl.sync import canary
@@ -98,18 +98,6 @@ def assert_sharded(model, replicas=1):
     assert isinstance(model, FSDPModule)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert all(len(p.to_local()) <= -(-len(p) * replicas // dist.get_world_size()) for p in model.parameters())
-
-
-class Masters(TrainerCallback):
-    """Keeps the masters of every step."""
-
-    def __init__(self):
-        self.at = {}
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.at[state.global_step] = [whole(p).detach().clone() for p in model.parameters()]
-
-    on_step_end = on_train_begin
 
 
 def make_model(folder, arch="qwen2", loader=AutoModelForCausalLM, **overrides):
@@ -207,9 +195,7 @@ def assert_skips_updates(folder, name, launch=None, **options):
         return spread(completions) if has_spread else [1.0] * len(completions)
 
     seen = Masters()
-    # Bands that drop nothing.
-    options |= dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 0.9)
-    options |= {"weight_decay": 0.1, "callbacks": [seen], "reward": reward}
+    options |= bands(0.9) | {"weight_decay": 0.1, "callbacks": [seen], "reward": reward}
     for trainer in train(folder, name, launch=launch, **options):
         skipped = [row["step/skipped"] for row in trainer.state.log_history if "step/skipped" in row]
         moved = [not all(map(torch.equal, seen.at[i], seen.at[i + 1])) for i in range(4)]
@@ -217,21 +203,13 @@ def assert_skips_updates(folder, name, launch=None, **options):
         assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(5e-4), "two of four updates on a line to 0"
 
 
-class Spoils(TrainerCallback):
-    """Puts a NaN into a weight of the last process after update 3."""
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        if state.global_step == 3 and dist.get_rank() == dist.get_world_size() - 1:
-            parameter = model.get_parameter("model.layers.1.mlp.up_proj.weight")
-            storage_of(parameter).local(parameter).data.view(-1)[0] = math.nan
-
-
 def assert_keeps_the_last_finite(folder, name, **options):
     """No process writes weights of which another one has a NaN, and the earlier checkpoint stays."""
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     named = "After update 3 .*up_proj.weight.*checkpoint-3 is not written"
     with pytest.raises(ValueError, match=named):
-        [*train(folder, name, callbacks=[Spoils()], **saving, **options)]
+        spoils = [Spoils(3, of_weight=True)] if dist.get_rank() == dist.get_world_size() - 1 else []
+        [*train(folder, name, callbacks=spoils, **saving, **options)]
     dist.barrier()
     assert [path.name for path in Path(folder, name).glob("checkpoint-*")] == ["checkpoint-2"]
     assert marker.is_complete(Path(folder, name, "checkpoint-2"))

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
@@ -25,23 +25,22 @@ from sharded_runs import (
     bits,
     content,
     launched,
-    make_model,
     published,
     same,
     train,
     weights_of,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchao.optim.subclass_4bit import OptimState4bit
+from torchao.optim.subclass_8bit import OptimState8bit
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from testing_utils import make_problems, make_tiny_model, make_trainer, spread
 from testing_utils.live_bytes import LiveBytes, give_completions
+from testing_utils.trainings import bands
 from trl_qarl.adapters.tensors import iter_adapter_tensors
-from trl_qarl.bitwise.attach import attach_engine_numerics, has_engine_numerics
+from trl_qarl.bitwise.attach import has_engine_numerics
 from trl_qarl.bitwise.cpu import has_engine_kernels
 from trl_qarl.bitwise.exact import describe_difference
 from trl_qarl.bitwise.modules import operation_of
@@ -112,10 +111,8 @@ def a_mixture_trains_what_it_trains_with_whole_masters(folder):
 def masters_on_the_host_train_what_they_train_on_the_device(folder):
     """On a CPU both are the same memory; the order of moves is tested on fake tensors of a GPU."""
     options = {"max_steps": 2, "bf16": False, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
-    # Bands that drop nothing.
-    options |= dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 0.9)
     # A tied head, and gradients that are added up.
-    options |= {"arch": "gemma", "scheme": "fp8", "optim": "muon_8bit", "gradient_accumulation_steps": 2}
+    options |= bands(0.9) | {"arch": "gemma", "scheme": "fp8", "optim": "muon_8bit", "gradient_accumulation_steps": 2}
     [ddp] = train(folder, "offload-ddp", **options)
     for trainer in train(folder, "offload", launch={"offload_params": True}, **options):
         assert_trained_the_same(trainer, ddp)
@@ -191,7 +188,7 @@ def a_process_that_loads_no_weights_takes_no_memory_for_them(folder):
         assert grown < size / 4 and not any(parameter.any() for parameter in model.parameters()), (grown, size)
 
 
-def precisions_in_turn_train_what_they_train_with_whole_masters(folder):
+def precisions_in_turn_train_what_they_train_with_whole_masters(folder):  # nightly
     """Later gathers, publications and forwards use the bits that are set."""
     precisions = [2, 4]
     options = {"arch": "qwen3_moe", "precisions": precisions, "steps_per_generation": 1, "max_steps": 2}
@@ -234,7 +231,7 @@ def engine_numerics_train_what_they_train_with_whole_masters(folder):
         assert not torch.equal(logits[0], logits[2])
 
 
-def engine_numerics_beside_an_adapter_or_a_reference(folder):
+def engine_numerics_beside_an_adapter_or_a_reference(folder):  # nightly
     """FSDP2 gathers the head of a model with an adapter where it is called alone, and has sharded a reference before
     operations are put in."""
     adapter = {"lora": LORA, "optim": "adamw_torch", "learning_rate": 1e-2}
@@ -252,18 +249,6 @@ def engine_numerics_beside_an_adapter_or_a_reference(folder):
                 operations = filter(None, map(operation_of, trainer.ref_model.modules()))
                 assert not any(operation.keeps_products for operation in operations)
                 assert max(row["kl"] for row in rows if "kl" in row) > 0
-
-
-def operations_are_put_into_sharded_modules(folder):
-    """FSDP2 gives each module that it manages another class."""
-    sharded, plain = make_model(folder), make_model(folder)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (sharded.model.embed_tokens, [sharded.model.norm, sharded.lm_head], sharded):
-        fully_shard(module, mesh=mesh)
-    for model in (sharded, plain):
-        attach_engine_numerics(model)
-    ours, theirs = ([type(operation_of(module)) for module in model.modules()] for model in (sharded, plain))
-    assert type(sharded.lm_head) is not type(plain.lm_head) and ours == theirs and len(set(ours)) > 5
 
 
 ENGINE = {"numerics": "engine", "bf16": True, "max_steps": 2}
@@ -343,7 +328,7 @@ def assert_draws_ahead(folder, name, launch, callbacks=(None, None), max_steps=6
     return trainer
 
 
-def batches_drawn_ahead_train_what_they_train_with_whole_masters(folder):
+def batches_drawn_ahead_train_what_they_train_with_whole_masters(folder):  # nightly
     """Each process keeps its part of the weights that draw them. A batch that was lost, and one that was pending in a
     checkpoint, are of these."""
     if find_spec("vllm") is None:
@@ -356,7 +341,7 @@ def batches_drawn_ahead_train_what_they_train_with_whole_masters(folder):
     assert max(row.get("quant/code_flip_rate", 0) for row in merged.state.log_history) > 0
 
 
-def replicas_of_shards_train_what_they_train_with_whole_masters(folder):
+def replicas_of_shards_train_what_they_train_with_whole_masters(folder):  # nightly
     """Two replicas of two shards each (HSDP). Gradients of two of four processes, whose sum does not depend on its
     order."""
 
@@ -432,7 +417,7 @@ class _Phases(TrainerCallback):
             self.live.add(parameter.detach())
 
 
-def the_peak_of_fsdp2_is_what_was_calculated(folder):
+def the_peak_of_fsdp2_is_what_was_calculated(folder):  # nightly
     """Most of the model is its vocabulary: gradients are sharded, but whole while micro-batches are added up."""
     words, hidden = 8192, 128
     if dist.get_rank() == 0:
@@ -449,7 +434,7 @@ def the_peak_of_fsdp2_is_what_was_calculated(folder):
             [trainer] = train(f"{folder}/words", f"peak-{steps}", launch={}, callbacks=[_Phases(live)], **options)
         with torch.device("meta"):
             run = MemorySettings(2, trainer.args.optim, num_tokens=2 * 64, accumulates=steps > 1)
-            parts = parts_of_memory(shapes(), get_plan(trainer.args.scheme), run)["fsdp2"]
+            parts = parts_of_memory(shapes(), get_plan(trainer.args.scheme), [run])[0]["fsdp2"]
         # Nothing is published. gloo reduces a copy, and codes are unpacked with a table.
         calculated = on_gpu(parts) - parts["logits"] - parts["weight sync"] + 4 * words * hidden + 2**20
         assert calculated == pytest.approx(live.peaks["layers"], rel=0.1), steps
@@ -484,7 +469,7 @@ class _WatchesDevice(_Phases):
         self.live.phase = "step"
 
 
-def the_peak_with_masters_on_the_host_is_what_was_calculated(folder):
+def the_peak_with_masters_on_the_host_is_what_was_calculated(folder):  # nightly
     """Of a model that is mostly vocabulary, and of one that is mostly layers."""
     world, hidden = dist.get_world_size(), 128
     for words, inner, count in ((8192, 256, 2), (512, 1024, 8)):
@@ -502,7 +487,7 @@ def the_peak_with_masters_on_the_host_is_what_was_calculated(folder):
         with live:
             [trainer] = train(place, "peak-host", launch={"offload_params": True}, **options)
         with torch.device("meta"):
-            parts = parts_of_memory(shapes, get_plan(trainer.args.scheme), run)["fsdp2_offload"]
+            parts = parts_of_memory(shapes, get_plan(trainer.args.scheme), [run])[0]["fsdp2_offload"]
         # Nothing is published. gloo reduces a copy, and codes are unpacked with tables.
         calculated = on_gpu(parts) - parts["logits"] - parts["weight sync"]
         calculated += 4 * words * hidden * (world > 1) + 3 * 2**19
@@ -523,19 +508,20 @@ def the_peak_with_masters_on_the_host_is_what_was_calculated(folder):
         assert world * blocks == sum(parts[name] for name in names)
 
 
-def torchao_steps_in_4_bits(folder):
-    """torch cannot compile the step of these optimizers on shards."""
-    options = {"optim": "adamw_torch_4bit", "max_steps": 2, "learning_rate": 1e-2}
-    # With compiling switched off torchao refuses to step at all.
-    with patch.object(torch._dynamo.config, "disable", False):
-        trainers = list(train(folder, "4bit", launch={}, **options))
-    for trainer in trainers:
-        before = make_model(folder).parameters()
-        assert not any(
-            torch.equal(whole(p.detach()), q) for p, q in zip(trainer.model.parameters(), before, strict=True)
-        )
-        states = {type(state["exp_avg"].to_local()) for state in trainer.optimizer.optimizer.state.values()}
-        assert OptimState4bit in states
+def torchao_steps_as_with_whole_masters(folder):  # nightly
+    """Layers are computed again in backward by accelerate's option. torch compiles no step in 4 bits on shards."""
+    eager = partial(torch.compiler.set_stance, "force_eager")
+    for optim, kind in (("adamw_torch_4bit", OptimState4bit), ("adamw_torch_8bit", OptimState8bit)):
+        options = {"optim": optim, "max_steps": 2, "learning_rate": 1e-2, "gradient_checkpointing": False}
+        # With compiling switched off torchao refuses to step at all, and it compiles for most of a minute.
+        with patch.object(torch._dynamo.config, "disable", False):
+            with eager():
+                [ddp] = train(folder, f"{optim}-ddp", **options)
+            with nullcontext() if kind is OptimState4bit else eager():
+                for trainer in train(folder, optim, launch={"activation_checkpointing": True}, **options):
+                    assert_trained_the_same(trainer, ddp)
+                    states = trainer.optimizer.optimizer.state.values()
+                    assert kind in {type(state["exp_avg"].to_local()) for state in states}
 
 
 def processes_that_disagree_are_told_so(folder):

@@ -16,37 +16,14 @@ from pathlib import Path
 
 
 MODULES = ("sharded_codes", "sharded_checkpoints", "sharded_trainers", "zero", "ddp", "fail_ddp", "sharded_pictures")
-NIGHTLY = (
-    "zero_1_trains_what_it_trains_with_whole_state",
-    "training_equals_one_process",
-    "batches_drawn_ahead_train_what_they_train_with_whole_masters",
-    "zero_trains_batches_drawn_ahead",
-    "pictures_train_what_they_train_with_whole_masters",
-    "precisions_in_turn_train_what_they_train_with_whole_masters",
-    "zero_skips_updates_without_a_gradient",
-    "zero_keeps_the_last_finite_checkpoint",
-    "zero_trains_pictures",
-    "pictures_are_shown_to_an_engine_in_every_process",
-    "the_peak_of_fsdp2_is_what_was_calculated",
-    "the_peak_with_masters_on_the_host_is_what_was_calculated",
-    "torchao_steps_in_4_bits",
-    "replicas_of_shards_train_what_they_train_with_whole_masters",
-    "engine_numerics_beside_an_adapter_or_a_reference",
-    "zero_trains_an_adapter_a_reference_and_engine_numerics",
-    "one_process_goes_on_from_a_checkpoint_of_two",
-    "two_processes_go_on_from_a_checkpoint_of_one",
-    "zero_resumes_its_own_checkpoints_alone",
-    "zero_fills_colocated_engines",
-    "a_killed_process_leaves_a_checkpoint",
-    "zero_leaves_a_checkpoint_when_a_process_is_killed",
-)
-CLAIMS = [
-    claim
+_FOUND = [
+    found
     for path in (Path(__file__).with_name(f"{module}.py") for module in MODULES)
-    for claim in re.findall(r"^def (\w+)\(folder\):", path.read_text(), re.MULTILINE)
-    if claim not in NIGHTLY
+    for found in re.findall(r"^def (\w+)\(folder\):(  # nightly)?$", path.read_text(), re.MULTILINE)
 ]
 """Functions of a folder alone, found without an import of their modules, which takes long."""
+CLAIMS = [claim for claim, is_nightly in _FOUND if not is_nightly]
+NIGHTLY = [claim for claim, is_nightly in _FOUND if is_nightly]
 AFTER = {
     "one_process_goes_on_from_a_checkpoint_of_two": ["a_run_goes_on_from_its_checkpoint"],
     "two_processes_go_on_from_a_checkpoint_of_one": [

@@ -208,20 +208,20 @@ def zero_trains_what_it_trains_with_whole_state(folder):
     train_as_with_whole_state(folder, 2, 3)
 
 
-def zero_1_trains_what_it_trains_with_whole_state(folder):
+def zero_1_trains_what_it_trains_with_whole_state(folder):  # nightly
     train_as_with_whole_state(folder, 1)
 
 
-def zero_keeps_the_last_finite_checkpoint(folder):
+def zero_keeps_the_last_finite_checkpoint(folder):  # nightly
     assert_keeps_the_last_finite(folder, "zero3-nan", launch=launched(3, False), optim="adamw_torch")
 
 
-def zero_skips_updates_without_a_gradient(folder):
+def zero_skips_updates_without_a_gradient(folder):  # nightly
     for stage in (1, 2, 3):
         assert_skips_updates(folder, f"zero{stage}-skips", launched(stage, False), optim="adamw_torch")
 
 
-def zero_trains_an_adapter_a_reference_and_engine_numerics(folder):
+def zero_trains_an_adapter_a_reference_and_engine_numerics(folder):  # nightly
     """ZeRO-2 with an adapter inside low-bit weights; ZeRO-3 with masters and a reference, in slices too."""
     adapter = {"bf16": True, "lora": LORA, "lora_mode": "merged", "learning_rate": 1e-2}
     for stage, options in ((2, adapter), (2, {"bf16": True, "numerics": "engine"}), (3, {"bf16": True})):
@@ -239,7 +239,7 @@ def zero_trains_an_adapter_a_reference_and_engine_numerics(folder):
             assert trainer.ref_model is None or type(trainer.ref_model).__name__ == "DeepSpeedEngine"
 
 
-def zero_resumes_its_own_checkpoints_alone(folder):
+def zero_resumes_its_own_checkpoints_alone(folder):  # nightly
     """Each process says why."""
     options = {"optim": "adamw_torch", "resume": f"{folder}/zero1/checkpoint-2"}
     if dist.get_world_size() == 1:
@@ -251,7 +251,7 @@ def zero_resumes_its_own_checkpoints_alone(folder):
             next(train(folder, "zero-other", launch=launch, **options))
 
 
-def zero_fills_colocated_engines(folder):
+def zero_fills_colocated_engines(folder):  # nightly
     """Each process one of its own; and with the learner's arithmetic, log-probs are the engine's."""
     if find_spec("vllm") is None:
         return
@@ -264,7 +264,7 @@ def zero_fills_colocated_engines(folder):
             assert_follows(trainer, bound=0.0 if is_exact else 1e-5)
 
 
-def zero_trains_batches_drawn_ahead(folder):
+def zero_trains_batches_drawn_ahead(folder):  # nightly
     """A process keeps whole weights that draw them, and with ZeRO-3 its slices of what is not quantized, of which
     biases and norms are whole between forwards."""
     if find_spec("vllm") is None:
@@ -281,7 +281,7 @@ def zero_trains_batches_drawn_ahead(folder):
     assert is_whole == {False, True}
 
 
-def zero_leaves_a_checkpoint_when_a_process_is_killed(folder):
+def zero_leaves_a_checkpoint_when_a_process_is_killed(folder):  # nightly
     for stage, options in RUNS.items():
         options = options | {"launch": launched(stage, options["bf16"])}
         killed.the_last_checkpoint_survives_a_killed_process(folder, train, f"zero{stage}", options)

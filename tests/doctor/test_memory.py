@@ -19,7 +19,6 @@ from testing_utils.trainings import lora
 from trl_qarl import QaRLConfig, cli
 from trl_qarl.doctor import memory
 from trl_qarl.doctor.memory import (
-    LAUNCHES,
     MemorySettings,
     check_host_memory,
     launch_configuration,
@@ -46,7 +45,7 @@ def shapes_of(folder):
 
 def calculate(folder, *processes, **options):
     """Memory of a training in `w4a16`, by launch and part."""
-    return parts_of_memory(shapes_of(folder), get_plan("w4a16"), MemorySettings(*processes, **options))
+    return parts_of_memory(shapes_of(folder), get_plan("w4a16"), [MemorySettings(*processes, **options)])[0]
 
 
 class Gradients(TrainerCallback):
@@ -130,17 +129,15 @@ def test_memory_on_the_pages_of_the_documentation_is_calculated():
     rows = page[page.index("| Qwen3-1.7B |") :].splitlines()
     assert rows[3].startswith("|  | 8 |")
     assert rows[3] == what_fits["row"]("Qwen3-1.7B", 8), "run `python benchmarks/what_fits.py --fill docs/sharding.md`"
-    recipes = {
-        "8b_24gb": (0.4, 24, "fsdp2_offload"),
-        "8b_80gb": (0.25, 80, "ddp"),
-        "32b_80gb": (0.4, 80, "fsdp2_offload"),
-    }
-    for name, (share, memory_of_gpu, launch) in recipes.items():
+    for name, share, memory_of_gpu, launch in (
+        ("8b_24gb", 0.4, 24, "fsdp2_offload"),
+        ("8b_80gb", 0.25, 80, "ddp"),
+        ("32b_80gb", 0.4, 80, "fsdp2_offload"),
+    ):
         [(gpu, host)] = re.findall(rf"^\| `{name}[.]yaml` .* \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
         run = MemorySettings(1, "muon_8bit", engine_bytes=int(share * memory_of_gpu * 1e9), gradient_bytes=2)
-        parts = parts_of_memory(what_fits["shapes_of"](f"Qwen3-{name.partition('b')[0]}B"), get_plan("w4a16"), run)[
-            launch
-        ]
+        model = what_fits["shapes_of"](f"Qwen3-{name.partition('b')[0]}B")
+        parts = parts_of_memory(model, get_plan("w4a16"), [run])[0][launch]
         assert (f"{on_gpu(parts, True) / 1e9:.1f}", f"{on_host(parts) / 1e9:.1f}") == (gpu, host), name
 
 
@@ -155,113 +152,111 @@ def test_each_gpu_holds_its_part_with_fsdp2(tiny_model):
         calculate(tiny_model, 1, "sgd")
 
 
-def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, tmp_path, capsys):
+@pytest.fixture
+def estimated(tiny_model, capsys):
+    """Runs the command with these options to its exit code; returns its output."""
+
+    def run(model=tiny_model, code=0, **options):
+        options = {"tokens": 64, "vllm_gpu_memory_utilization": 0} | options
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))[: 1 + (value != "")]]
+        assert cli.main(["estimate", model, *words]) == code
+        return capsys.readouterr().out
+
+    return run
+
+
+def settings_of_fsdp(launch):
+    return {name: value for name, value in launch_environment(launch).items() if "FSDP" in name}
+
+
+def test_the_command_names_and_writes_the_first_launch_that_fits(tiny_model, estimated, tmp_path):
     path = tmp_path / "launch.yaml"
-    command = ["estimate", tiny_model, "--gpus", "8", "--tokens", "64", "--vllm_gpu_memory_utilization", "0"]
-    assert cli.main([*command, "--gpu_memory", "1", "--write", str(path)]) == 0
-    assert "Launch with ddp, a server elsewhere:" in capsys.readouterr().out
+    assert "Launch with ddp, a server elsewhere:" in estimated(gpus=8, gpu_memory=1, write=path)
     assert yaml.safe_load(path.read_text()) == launch_configuration("ddp", 8)
     parts = calculate(tiny_model, 8, num_tokens=64)
-    sizes = [on_gpu(parts[launch]) / 1e9 for launch in LAUNCHES]
-    assert sizes[1] < sizes[0]
+    of_ddp, of_fsdp2 = (on_gpu(parts[launch]) / 1e9 for launch in ("ddp", "fsdp2"))
+    assert of_fsdp2 < of_ddp
     # Enough to load the model, and too little for masters.
-    command += ["--host_memory", str(1.01 * on_host(parts["fsdp2"]) / 1e9)]
-    assert cli.main([*command, "--gpu_memory", str(sum(sizes[:2]) / 2), "--write", str(path)]) == 0
-    assert "Launch with fsdp2, a server" in capsys.readouterr().out
+    options = {"gpus": 8, "host_memory": 1.01 * on_host(parts["fsdp2"]) / 1e9}
+    out = estimated(**options, gpu_memory=(of_ddp + of_fsdp2) / 2, write=path)
+    assert "Launch with fsdp2, a server" in out
     # What is shipped, for 8 GPUs, is the same.
-    written, shipped = launch_environment(path), launch_environment("fsdp2.yaml")
-    assert {n: v for n, v in written.items() if "FSDP" in n} == {n: v for n, v in shipped.items() if "FSDP" in n}
-    assert cli.main([*command, "--gpu_memory", str(sizes[1] * 0.99)]) == 1
-    out = capsys.readouterr().out
+    assert settings_of_fsdp(path) == settings_of_fsdp("fsdp2.yaml")
+    out = estimated(**options, gpu_memory=of_fsdp2 * 0.99, code=1)
     (enough,) = re.findall(r"Nothing fits. Use --gpus (\d+) \(fits with fsdp2\)", out)
-    assert cli.main([*command, "--gpu_memory", str(sizes[1] * 0.99), "--gpus", enough]) == 0
+    estimated(**options | {"gpus": enough}, gpu_memory=of_fsdp2 * 0.99)
     assert "GB on each of 8 GPUs" in out and re.search(r"^ +ddp +fsdp2 +fsdp2_offload$", out, re.MULTILINE)
     for name in ("masters", "optimizer", "total"):
         assert re.search(rf"^{name}( +\d+\.\d){{3}}$", out, re.MULTILINE)
-    capsys.readouterr()
     # Beside LoRA, a frozen base takes less.
     parts = calculate(tiny_model, 8, num_tokens=64, lora_rank=8)
     less = on_gpu(parts["fsdp2"]) / 1e9
-    assert less < sizes[1]
-    assert cli.main([*command, "--gpu_memory", str(sizes[1] * 1.001), "--gradient_accumulation_steps", "2"]) == 1
-    assert "sync_each_batch" in capsys.readouterr().out
-    argv = ["--gpu_memory", str(less * 1.001), "--use_peft", "--lora_r", "8"]
-    argv += ["--host_memory", str(1.01 * on_host(parts["fsdp2"]) / 1e9)]
-    assert cli.main([*command, *argv]) == 0
+    assert less < of_fsdp2
+    out = estimated(**options, gpu_memory=of_fsdp2 * 1.001, gradient_accumulation_steps=2, code=1)
+    assert "sync_each_batch" in out
+    options["host_memory"] = 1.01 * on_host(parts["fsdp2"]) / 1e9
+    estimated(**options, gpu_memory=less * 1.001, use_peft="", lora_r=8)
 
 
-@pytest.mark.parametrize(("gpus", "launch"), [("8", "fsdp2"), ("1", "ddp")])
-def test_rounded_gradients_are_not_launched_with_ddp(tiny_model, capsys, gpus, launch):
-    command = ["estimate", tiny_model, "--gpus", gpus, "--gpu_memory", "24", "--tokens", "64"]
-    command += ["--vllm_gpu_memory_utilization", "0", "--optim", "muon_8bit", "--gradient_dtype", "bfloat16"]
-    assert cli.main(command) == 0
-    said = capsys.readouterr().out
+@pytest.mark.parametrize(("gpus", "launch"), [(8, "fsdp2"), (1, "ddp")])
+def test_rounded_gradients_are_not_launched_with_ddp(estimated, gpus, launch):
+    said = estimated(gpus=gpus, gpu_memory=24, optim="muon_8bit", gradient_dtype="bfloat16")
     assert f"Launch with {launch}" in said and ("  ddp 0" in said) == (launch == "ddp")
 
 
-def test_gpus_are_divided_between_learner_and_server(tiny_model, tmp_path, capsys):
-    command = ["estimate", tiny_model, "--gpus", "8", "--tokens", "64", "--write", str(tmp_path / "launch.yaml")]
-    command += ["--host_memory", "0.02"]
+def test_gpus_are_divided_between_learner_and_server(tiny_model, estimated, tmp_path):
     two, three = (on_gpu(calculate(tiny_model, n, num_tokens=64)["fsdp2"]) / 1e9 for n in (2, 3))
     # Colocated engines take too much, and two GPUs of the learner too little; a tenth is kept in reserve.
-    memory_of_gpu = 1.101 * three
-    assert memory_of_gpu < two
-    assert cli.main([*command, "--gpu_memory", str(memory_of_gpu), "--vllm_gpu_memory_utilization", "0.9"]) == 0
-    out = capsys.readouterr().out
+    options = {"gpus": 8, "gpu_memory": 1.101 * three, "vllm_gpu_memory_utilization": 0.9, "host_memory": 0.02}
+    assert options["gpu_memory"] < two
+    out = estimated(**options, write=tmp_path / "launch.yaml")
     assert "Launch with fsdp2 on 3 GPUs, 3 of the GPUs, and a server on 5:" in out
     serve = f"trl-qarl vllm-serve --model {tiny_model} --scheme w4a16 --max-model-len 64 --data-parallel-size 5"
     assert f"CUDA_VISIBLE_DEVICES=3,4,5,6,7 {serve}\n" in out
     assert yaml.safe_load((tmp_path / "launch.yaml").read_text()) == launch_configuration("fsdp2", 3)
 
 
-def test_the_learner_gets_what_a_server_cannot_use(tiny_model, monkeypatch, capsys):
+def test_the_learner_gets_what_a_server_cannot_use(estimated, monkeypatch):
     """A server on two of five GPUs."""
     monkeypatch.setattr(estimate, "_server", lambda model, num_left, served: (1, 1, 2) if num_left >= 2 else None)
-    command = ["estimate", tiny_model, "--gpus", "5", "--gpu_memory", "1", "--tokens", "64"]
-    assert cli.main(command) == 0
-    assert re.findall(r"(\d) of the GPUs", capsys.readouterr().out) == ["3"]
+    out = estimated(gpus=5, gpu_memory=1, vllm_gpu_memory_utilization=0.3)
+    assert re.findall(r"(\d) of the GPUs", out) == ["3"]
 
 
-def test_masters_that_cannot_be_sharded_are_not(tmp_path, capsys):
+def test_masters_that_cannot_be_sharded_are_not(estimated, tmp_path):
     mixture = make_tiny_mixture(tmp_path, "gpt_oss")
-    command = ["estimate", mixture, "--gpus", "2", "--gpu_memory", "10", "--tokens", "64"]
-    for options, is_sharded in (([], False), (["--use_peft"], True)):
-        assert cli.main([*command, *options]) == 0
-        assert (" fsdp2 0" in capsys.readouterr().out) == is_sharded
+    for options, is_sharded in (({}, False), ({"use_peft": ""}, True)):
+        out = estimated(mixture, gpus=2, gpu_memory=10, vllm_gpu_memory_utilization=0.3, **options)
+        assert (" fsdp2 0" in out) == is_sharded
 
 
-@pytest.mark.parametrize(("tokens", "length"), [("64", 64), ("4096", 512)])
-def test_engines_take_no_longer_sequences_than_learners(tiny_model, capsys, tokens, length):
+@pytest.mark.parametrize(("tokens", "length"), [(64, 64), (4096, 512)])
+def test_engines_take_no_longer_sequences_than_learners(estimated, tokens, length):
     """512 are the longest of this model."""
-    assert cli.main(["estimate", tiny_model, "--gpu_memory", "4", "--tokens", tokens]) == 0
-    assert f"--vllm_max_model_length {length} ..." in capsys.readouterr().out
+    out = estimated(gpu_memory=4, tokens=tokens, vllm_gpu_memory_utilization=0.3)
+    assert f"--vllm_max_model_length {length} ..." in out
 
 
-def test_a_mixture_has_several_servers(tmp_path, capsys):
+def test_a_mixture_has_several_servers(estimated, tmp_path):
     mixture = make_tiny_mixture(tmp_path)
     learner = calculate(mixture, 6, num_tokens=64)["fsdp2"]
-    command = ["estimate", mixture, "--gpus", "8", "--tokens", "64", "--vllm_gpu_memory_utilization", "0.9"]
-    assert cli.main([*command, "--host_memory", "0.02", "--gpu_memory", str(1.101 * on_gpu(learner) / 1e9)]) == 0
-    out = capsys.readouterr().out
+    options = {"gpus": 8, "vllm_gpu_memory_utilization": 0.9, "host_memory": 0.02}
+    out = estimated(mixture, **options, gpu_memory=1.101 * on_gpu(learner) / 1e9)
     assert "Launch with fsdp2 on 6 GPUs, 6 of the GPUs, and 2 servers on 2:" in out
     serve = f"trl-qarl vllm-serve --model {mixture} --scheme w4a16 --max-model-len 64 --port"
     assert f"CUDA_VISIBLE_DEVICES=6 {serve} 8000 --seed 0\n  CUDA_VISIBLE_DEVICES=7 {serve} 8001 --seed 1\n" in out
     assert "--vllm_server_base_url http://127.0.0.1:8000,http://127.0.0.1:8001 ..." in out
 
 
-def test_masters_go_to_host_memory_where_gpus_are_small(tiny_model, tmp_path, capsys):
+def test_masters_go_to_host_memory_where_gpus_are_small(tiny_model, estimated, tmp_path):
     path = tmp_path / "launch.yaml"
     parts = calculate(tiny_model, 1, num_tokens=64)
     small, large = (on_gpu(parts[launch]) / 1e9 for launch in ("fsdp2_offload", "ddp"))
-    command = ["estimate", tiny_model, "--tokens", "64", "--vllm_gpu_memory_utilization", "0", "--write", str(path)]
-    command += ["--gpu_memory", str((small + large) / 2)]
-    assert cli.main(command) == 0
-    assert "Launch with fsdp2_offload, a server elsewhere:" in capsys.readouterr().out
-    written, shipped = launch_environment(path), launch_environment("fsdp2_offload.yaml")
-    assert {n: v for n, v in written.items() if "FSDP" in n} == {n: v for n, v in shipped.items() if "FSDP" in n}
-    host = on_host(parts["fsdp2_offload"]) / 1e9
-    assert cli.main([*command, "--host_memory", str(1.01 * host)]) == 0
-    assert cli.main([*command, "--host_memory", str(0.99 * host)]) == 1
+    gpu_memory, host = (small + large) / 2, on_host(parts["fsdp2_offload"]) / 1e9
+    out = estimated(gpu_memory=gpu_memory, host_memory=1.01 * host, write=path)
+    assert "Launch with fsdp2_offload, a server elsewhere:" in out
+    assert settings_of_fsdp(path) == settings_of_fsdp("fsdp2_offload.yaml")
+    estimated(gpu_memory=gpu_memory, host_memory=0.99 * host, code=1)
 
 
 def test_a_sleeping_engine_leaves_its_memory_to_updates():
@@ -274,7 +269,7 @@ def test_a_sleeping_engine_leaves_its_memory_to_updates():
 def test_pinned_blocks_are_powers_of_two(tiny_model):
     """Masters and rounded gradients of an unquantized model, in three processes, which pin the same number of rows."""
     run = MemorySettings(3, gradient_bytes=2)
-    parts = parts_of_memory(shapes_of(tiny_model), get_plan("bf16"), run)["fsdp2_offload"]
+    parts = parts_of_memory(shapes_of(tiny_model), get_plan("bf16"), [run])[0]["fsdp2_offload"]
     shards = [-(-len(p) // 3) * p[0].numel() for p in shapes_of(tiny_model).parameters()]
     blocks = [2 ** math.ceil(math.log2(size * number)) for number in shards for size in (4, 2)]
     assert parts["host masters"] + parts["host gradients"] + parts["host rounding"] == 3 * sum(blocks)
@@ -294,12 +289,12 @@ def test_too_little_host_memory_is_named_before_loading(tiny_model, tmp_path, mo
     assert memory_of_machine() > 2**28
 
 
-def test_the_command_names_the_gpu_kernel(tiny_model, capsys):
-    command = ["estimate", tiny_model, "--gpu_memory", "80", "--tokens", "64", "--scheme", "fp8"]
-    assert cli.main([*command, "--gpu_capability", "9.0"]) == 0
-    assert "ok       vLLM runs fp8 by CutlassFP8ScaledMMLinearKernel" in capsys.readouterr().out
-    assert cli.main([*command, "--gpu_capability", "8.0"]) == 1
-    assert "error    fp8 must not run in vLLM on this GPU" in capsys.readouterr().out
+def test_the_command_names_the_gpu_kernel(estimated):
+    options = {"gpu_memory": 80, "scheme": "fp8", "vllm_gpu_memory_utilization": 0.3}
+    said = "ok       vLLM runs fp8 by CutlassFP8ScaledMMLinearKernel"
+    assert said in estimated(**options, gpu_capability="9.0")
+    said = "error    fp8 must not run in vLLM on this GPU"
+    assert said in estimated(**options, gpu_capability="8.0", code=1)
 
 
 ASKS_NO_ONE = """

@@ -57,14 +57,6 @@ def logprob(value):
     return put("logprobs", 1, 2, 0, value)
 
 
-def cut(names, number, length):
-    def change(answer):
-        for name in names:
-            answer[name][number] = answer[name][number][:length]
-
-    return change
-
-
 def each(change):
     """A change of all three lists of completions."""
 
@@ -76,7 +68,6 @@ def each(change):
 
 
 def other_first(answer):
-    answer["logprobs"][1][2] = [-0.1, -3.0]
     answer["logprob_token_ids"][1][2] = [99, answer["completion_ids"][1][2]]
 
 
@@ -84,22 +75,18 @@ WHERE = "completion 1 of 4, token 2 of 4: "
 
 BAD = {
     "one completion fewer": (each(list.pop), "3 completions in place of 4"),
-    "completions null": (lambda answer: answer.update(completion_ids=None), "no completions"),
     "a prompt fewer": (lambda answer: answer["prompt_ids"].pop(), "1 prompts in place of 2"),
     "another prompt": (put("prompt_ids", 1, [9]), r"prompt 1 of 2 comes back as \[9\]"),
     "token just outside": (token(260), f"{WHERE}260 is not"),
     "token below 0": (token(-1), f"{WHERE}-1 is"),
-    "token of text": (token("12"), f"{WHERE}'12' is"),
-    "token with a fraction": (token(12.0), rf"{WHERE}12\.0 is"),
     "token of truth": (token(True), f"{WHERE}True is"),
-    "token null": (token(None), f"{WHERE}None is"),
     "no tokens": (each(lambda rows: rows[3].clear()), "completion 3 of 4 has no tokens"),
     "a token too many": (each(lambda rows: rows[2].append(rows[2][-1])), "completion 2 of 4 has 5 tokens"),
     "log-probs null": (lambda answer: answer.update(logprobs=None), "no lists of log-probs"),
     "log-probs' tokens null": (lambda answer: answer.update(logprob_token_ids=None), "no lists of the log-probs'"),
     "a list of log-probs fewer": (lambda answer: answer["logprobs"].pop(), "3 lists of log-probs in place of 4"),
-    "a log-prob fewer": (cut(["logprobs", "logprob_token_ids"], 1, 3), "completion 1 of 4 has 3 log-probs for 4"),
-    "log-probs without tokens": (cut(["completion_ids"], 1, 3), "completion 1 of 4 has 4 log-probs for 3 tokens"),
+    "a log-prob fewer": (lambda answer: answer["logprobs"][1].pop(), "completion 1 of 4 has 3 log-probs for 4"),
+    "a log-prob more": (lambda answer: answer["completion_ids"][1].pop(), "completion 1 of 4 has 4 log-probs for 3"),
     "no log-prob of a token": (put("logprobs", 1, 2, []), f"{WHERE}NaN"),
     "log-prob NaN, as TRL marks it": (logprob(None), f"{WHERE}NaN"),
     "log-prob NaN": (logprob(math.nan), f"{WHERE}NaN"),
@@ -167,22 +154,14 @@ def make_rollout(kind=list):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        list,
-        tuple,
-        torch.tensor,
-        np.array,
-        lambda row: list(torch.tensor(row)),
-        lambda row: list(np.array(row)),
-        lambda row: array("i" if type(row[0]) is int else "d", row),
-    ],
-    ids=["lists", "tuples", "tensors", "arrays", "lists of tensors", "lists of array numbers", "compact arrays"],
+    [list, torch.tensor, lambda row: list(np.array(row)), lambda row: array("i" if type(row[0]) is int else "d", row)],
+    ids=["lists", "tensors", "lists of array numbers", "compact arrays"],
 )
 def test_a_rollout_of_any_kind_of_number_passes(kind):
     check_rollout(make_rollout(kind), 2, 260)
 
 
-@pytest.mark.parametrize("value", [None, math.nan, 0.0, 0.016, -5000.0])
+@pytest.mark.parametrize("value", [None, math.nan])
 def test_a_rollout_may_have_log_probs_that_are_unknown(value):
     output = make_rollout()
     output["logprobs"][1][3] = value
@@ -195,16 +174,11 @@ BAD_ROLLOUTS = {
     "a completion fewer": (lambda o: o["completion_ids"].pop(), "1 completions in place of 2"),
     "a prompt more": (lambda o: o["prompt_ids"].append([5]), "3 prompts in place of 2"),
     "a list of log-probs fewer": (lambda o: o["logprobs"].pop(), "1 lists of log-probs in place of 2"),
-    "no tokens": (lambda o: o["completion_ids"][0].clear(), "completion 0 of 2 has no tokens"),
     "prompt outside": (put("prompt_ids", 1, 0, 260), "prompt 1 of 2, token 0 of 1: 260"),
     "token outside": (put("completion_ids", 1, 7, 260), "completion 1 of 2, token 7 of 40: 260"),
     "tensor of floats": (put("completion_ids", 0, torch.ones(3)), r"completion 0 of 2, token 0 of 3: 1\.0"),
     "a log-prob fewer": (lambda o: o["logprobs"][1].pop(), "completion 1 of 2 has 39 log-probs for 40 tokens"),
     "log-prob inf": (put("logprobs", 0, 1, math.inf), "completion 0 of 2, token 1 of 3: inf"),
-    "log-prob -inf": (
-        put("logprobs", 0, torch.tensor([-1.0, -math.inf, 0.0])),
-        "completion 0 of 2, token 1 of 3: -inf",
-    ),
 }
 
 

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 from testing_utils import logged, make_tiny_tokenizer, make_trainer
 from testing_utils.trainings import lora
-from trl_qarl.engines.transformers_rollout import record_sampling_logps
+from trl_qarl.engines.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from trl_qarl.quantization.gemm import has_fast_bf16
 
 
@@ -54,6 +54,19 @@ def test_a_generate_that_draws_by_itself_is_named(tiny_model):
     model.generate = lambda input_ids, **kwargs: torch.cat([input_ids, input_ids], 1)
     with pytest.raises(TypeError, match="of Qwen2ForCausalLM did not draw"), record_sampling_logps(model, 1.0):
         model.generate(torch.tensor([[5, 6]]), max_new_tokens=3)
+
+
+def test_log_probs_count_tokens_that_trl_suppresses(tiny_model):
+    """The placeholders of pictures; here half of the vocabulary."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    given = OwnGenerationConfig(
+        max_new_tokens=3, do_sample=True, temperature=1.0, top_k=0, suppress_tokens=[*range(130)]
+    )
+    with record_sampling_logps(model, 1.0) as recorded, torch.no_grad():
+        sequences = model.generate(torch.tensor([[5, 6]]), generation_config=given)
+        logps = model(sequences).logits[:, 1:-1].log_softmax(-1)
+    assert sequences[0, 2:].min() >= 130
+    torch.testing.assert_close(recorded[0], logps.gather(-1, sequences[:, 2:, None])[..., 0])
 
 
 class OnlyDigits(LogitsProcessor):

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import requests
 
-from testing_utils import logged, make_tiny_model, make_vllm_trainer, path_without
+from testing_utils import is_running, logged, make_tiny_model, make_vllm_trainer, path_without
 from testing_utils.children import start
 from testing_utils.web_servers import complete, wait_until
 from trl_qarl.engines.client import QaRLClient
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("serve
 class Server:
     """`trl-qarl vllm-serve` as a user would start it."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, *options: str):
         self.port, self.directory = free_port(), directory
         self.url = f"http://127.0.0.1:{self.port}"
         self.transfer_dir = directory / "transfer"
@@ -36,7 +36,7 @@ class Server:
         self.log = directory / "server.log"
         command = [sys.executable, "-m", "trl_qarl.cli", "vllm-serve", "--model", make_tiny_model(directory, "qwen2")]
         command += ["--scheme", "w4a16", "--dtype", "float32", "--port", str(self.port), "--max-model-len", "128"]
-        command += ["--transfer_dir", str(self.transfer_dir)]
+        command += ["--transfer_dir", str(self.transfer_dir), *options]
         environment = os.environ | {"PYTHONPATH": path_without(directory)}
         with self.log.open("wb") as log:
             self.process = start(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -199,3 +199,13 @@ def test_the_engine_ends_with_a_server_that_is_killed(server):
     psutil.wait_procs(processes, timeout=60)
     assert [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
     assert not any(queue.exists() for queue in queues)
+
+
+@pytest.mark.nightly
+def test_nothing_of_a_killed_server_stays(tmp_path):
+    """One of its processes, vLLM's coordinator of replicas, loads no plugins."""
+    server = Server(tmp_path, "--data-parallel-size", "2")
+    pids = [process.pid for process in psutil.Process(server.process.pid).children(recursive=True)]
+    assert len(pids) > 2
+    server.process.kill()
+    wait_until(lambda: not any(map(is_running, pids)), 60)

@@ -1,6 +1,7 @@
 """
-`python plain.py transformers|vllm EXPORT TOKENS OUT`: greedy tokens after the prompts of a file, from an export as
-somebody loads it who has never heard of this package. `trl_qarl` cannot be imported here.
+`python plain.py transformers|vllm|vllm+trl_qarl EXPORT TOKENS OUT`: greedy tokens after the prompts of a file, from an
+export as somebody loads it who has never heard of this package. `trl_qarl` cannot be imported here, unless the engine
+is vLLM with the package beside it.
 """
 
 import json
@@ -44,13 +45,16 @@ def complete_with_vllm(export, prompts, num_tokens):
     llm = LLM(model=export, max_model_len=64, enforce_eager=True, **options)
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return [
-        [*answer.outputs[0].token_ids]
-        for answer in llm.generate(asked, sampling, use_tqdm=False, lora_request=request)
-    ]
+    answers = llm.generate(asked, sampling, use_tqdm=False, lora_request=request)
+    return [[*answer.outputs[0].token_ids] for answer in answers]
 
 
-ENGINES = {"transformers": complete_with_transformers, "vllm": complete_with_vllm}
+BESIDE = "vllm+trl_qarl"
+ENGINES = {
+    "transformers": complete_with_transformers,
+    "vllm": complete_with_vllm,
+    BESIDE: complete_with_vllm,
+}
 
 
 def main(engine, export, tokens, out):
@@ -58,12 +62,13 @@ def main(engine, export, tokens, out):
     prompts = [each["prompt"] for each in expected]
     found = ENGINES[engine](export, prompts, len(expected[0]["tokens"]))
     loaded = [name for name, module in sys.modules.items() if name.startswith("trl_qarl") and module is not None]
-    assert not loaded, loaded
+    assert bool(loaded) == (engine == BESIDE), loaded
     Path(out).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    os.environ["VLLM_PLUGINS"] = ""
     sys.path.append(os.path.join(sys.prefix, "pictures"))
-    sys.modules["trl_qarl"] = None  # pyrefly: ignore[unsupported-operation]
+    if sys.argv[1] != BESIDE:
+        os.environ["VLLM_PLUGINS"] = ""
+        sys.modules["trl_qarl"] = None  # pyrefly: ignore[unsupported-operation]
     main(*sys.argv[1:])

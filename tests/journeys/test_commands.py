@@ -43,12 +43,8 @@ def follow(user, text, launch=None):
     ports = {}
     for program, serve, *options in starts:
         assert (program, serve) == ("trl-qarl", "vllm-serve")
-        two = [
-            word
-            for name in ("tensor", "data")
-            if f"--{name}-parallel-size" in options
-            for word in (f"--{name}-parallel-size", "2")
-        ]
+        sizes = [name for name in ("--tensor-parallel-size", "--data-parallel-size") if name in options]
+        two = [word for name in sizes for word in (name, "2")]
         named = options[options.index("--port") + 1] if "--port" in options else "8000"
         _, ports[named] = user.serve(*options, *two, *groups)
     words = [re.sub(r"(?<=[.]\d:)\d{4}", lambda port: str(ports[port[0]]), word) for word in words]
@@ -107,11 +103,8 @@ def served():
 def test_servers_of_a_page_take_weights(user, block):
     if "trl-qarl train" not in block:
         (words,) = commands_of(block)
-        options = [
-            shlex.join(words[place : place + 2])
-            for place, word in enumerate(words)
-            if word in ("--scheme", "--exclude_modules")
-        ]
+        pairs = zip(words, words[1:], strict=False)
+        options = [shlex.join(pair) for pair in pairs if pair[0] in ("--scheme", "--exclude_modules")]
         block += f"trl-qarl train --use_vllm true --vllm_mode server {' '.join(options)}"
     (user.folder / "home-qarl-token").unlink(missing_ok=True)
     output = follow(user, block)
@@ -136,7 +129,7 @@ def test_commands_of_the_estimate_train(user, arch, gpus, place, options):
         # What two GPUs of the learner need, with a tenth in reserve.
         settings = MemorySettings(2, num_tokens=64, lora_rank=8 if options else 0)
         model = shapes_of(str(user.folder / "model"), False, "model")
-        share, memory = "0.9", 1.101 * on_gpu(parts_of_memory(model, get_plan("w4a16"), settings)["fsdp2"]) / 1e9
+        share, memory = "0.9", 1.101 * on_gpu(parts_of_memory(model, get_plan("w4a16"), [settings])[0]["fsdp2"]) / 1e9
     argv = ["--gpus", str(gpus), "--gpu_memory", str(memory), "--host_memory", "0.01", "--tokens", "64", *options]
     argv += ["--vllm_gpu_memory_utilization", share, "--write", "launch.yaml"]
     output = user.run("trl-qarl", "estimate", "model", *argv)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from journeys import MARKS
+from journeys import MARKS, ROUNDING
 
 from trl_qarl.engines.server_process import free_port
 from trl_qarl.quantization.schemes import SCHEMES
@@ -36,7 +36,7 @@ def train_killed_and_resumed(user, *options, **more):
 )
 def test_a_killed_colocated_training_resumes_and_deploys(user, scheme):
     user.write_recipe(**ENGINE, vllm_mode="colocate", scheme=scheme)
-    assert train_killed_and_resumed(user) == [0.0] * 3
+    assert max(train_killed_and_resumed(user)) <= ROUNDING
     user.assert_deployed(f"out/{scheme}")
 
 
@@ -67,7 +67,7 @@ def test_a_trainer_with_two_servers_deploys(user):
     servers = [user.serve("--scheme", "w4a16", "--seed", seed) for seed in "01"]
     urls = [f"http://127.0.0.1:{port}" for _, port in servers]
     user.write_recipe(**ENGINE, vllm_mode="server", vllm_server_base_url=urls, per_device_train_batch_size=4)
-    assert train_killed_and_resumed(user) == [0.0] * 3
+    assert max(train_killed_and_resumed(user)) <= ROUNDING
     user.assert_deployed("out/w4a16")
     for server, _ in servers:
         server.send_signal(15)

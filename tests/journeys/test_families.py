@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from journeys import MARKS
+from journeys import HAS_AVX512, MARKS
 
 
 sys.path.append(str(Path(__file__).parent / "zoo"))
@@ -68,14 +68,15 @@ def assert_is_the_policy(family, visited):
     assert visited.found is not None, visited.log[-3000:]
     largest = LARGEST[dtype_of(family)]
     assert len(visited.found["mismatch"]) == 3 and max(visited.found["mismatch"]) < largest
-    is_exact = family.partition(" ")[0] in EXACT
+    is_exact = HAS_AVX512 and family.partition(" ")[0] in EXACT
     if is_exact:
         assert (visited.found["numerics"], visited.found["mismatch"]) == ("engine", [0.0] * 3)
     assert max(visited.found["flips"]) > 0
     for engine, distance in visited.plain.items():
         if isinstance(distance, str):
             # Kernels, and the sizes that they take, depend on the processor.
-            assert EXPORT_FAILS.get((family, engine), "nothing") in distance
+            reasons = EXPORT_FAILS.get((family, engine), "nothing"), *(() if HAS_AVX512 else ("cpu_gemm_wna16",))
+            assert any(reason in distance for reason in reasons), distance
         else:
             # Plain vLLM computes in bfloat16, which moves the policy itself.
             moved = 1.5 * visited.found.get("in_bfloat16", 0.0)

@@ -40,16 +40,16 @@ def _case(name, kind):
     ],
 )
 def test_a_killed_launch_resumes_and_deploys(user, name, kind):
-    options, recipe = [], LORA if kind == "lora" else {}
+    recipe = LORA if kind == "lora" else {}
     if name.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
         recipe = recipe | {"optim": "adamw_torch_fused"} | ({"lora_mode": "merged"} if recipe else {})
     user.write_recipe(**recipe)
     (user.folder / "dies").write_text("1")
-    output = user.launch(name, *options, code=None)
+    output = user.launch(name, code=None)
     assert (user.folder / "out" / "checkpoint-1" / "checkpoint_complete").is_file(), output[-6000:]
     assert not (user.folder / "out" / "w4a16").exists()
-    output = user.launch(name, *options, "--resume_from_checkpoint", "true")
+    output = user.launch(name, "--resume_from_checkpoint", "true")
     trained = user.trained()
     assert trained["shards"] == name.startswith(SHARDS)
     # accelerate would leave out on a CPU what shards, and train on.
@@ -68,9 +68,8 @@ def test_a_killed_launch_resumes_and_deploys(user, name, kind):
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
 def test_a_launch_resumes_with_another_number_of_processes(user, first, then):
     """Each update is evaluated, and a generation batch is in progress at every other one."""
-    user.write_recipe(
-        max_steps=4, steps_per_generation=2, eval_strategy="steps", eval_steps=1, dataset_test_split="train"
-    )
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "dataset_test_split": "train"}
+    user.write_recipe(max_steps=4, steps_per_generation=2, **evaluation)
     user.environment["DIES_AS"] = "0"
     (user.folder / "dies").write_text("2")
     output = user.launch("fsdp2", "--num_processes", str(first), code=None)

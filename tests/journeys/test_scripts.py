@@ -3,10 +3,8 @@ Scripts as people copy them, with QaRLConfig and QaRLTrainer in the place of TRL
 that has to change, and the mended script trains a policy that deploys.
 """
 
-import json
 import sys
 
-import pytest
 from journeys import MARKS
 
 
@@ -82,23 +80,3 @@ def test_a_copied_script_is_mended_once_and_deploys(user):
     write_script(user, mended | {"use_vllm": False, "learning_rate": 1e-2})
     user.run(sys.executable, "train.py")
     user.assert_deployed("policy", engines=("transformers",))
-
-
-MAKES_REWARD_MODEL = """
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-
-config = AutoConfig.from_pretrained("model", num_labels=1, pad_token_id=0)
-AutoModelForSequenceClassification.from_config(config).save_pretrained("reward")
-AutoTokenizer.from_pretrained("model").save_pretrained("reward")
-"""
-
-
-@pytest.mark.nightly
-def test_a_reward_model_from_disk_teaches_a_policy(user):
-    (user.folder / "make.py").write_text(MAKES_REWARD_MODEL)
-    user.run(sys.executable, "make.py")
-    name = user.write_recipe(reward_funcs=[], reward_model_name_or_path="reward")
-    user.run("trl-qarl", "train", "--config", name)
-    rows = [json.loads(line) for line in (user.folder / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert any(row.get("reward_std") for row in rows)
-    user.assert_deployed("out/w4a16", engines=("transformers",))

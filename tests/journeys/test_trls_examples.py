@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import trl
 from journeys import MARKS
-from test_scripts import MAKES_REWARD_MODEL
 
 from testing_utils import make_tiny_tokenizer
 from testing_utils.pictures import make_tiny_picture_model, needs_torchvision
@@ -209,10 +208,8 @@ def test_a_script_with_pictures_trains_an_adapter(user):
     make_tiny_picture_model(user.folder, "qwen2_5_vl")
     # The answers that journeys compare have no pictures.
     del user.environment["JOURNEY_TOKENS"]
-    words = (
-        "--use_peft --lora_target_modules q_proj v_proj --dtype bfloat16 --max_completion_length 8 --log_completions"
-    )
-    rows = run_script(user, PICTURES, WORDS.replace("path model", "path qwen2_5_vl") + words)
+    words = WORDS.replace("path model", "path qwen2_5_vl") + "--max_completion_length 8 --log_completions "
+    rows = run_script(user, PICTURES, f"{words} --use_peft --lora_target_modules q_proj v_proj --dtype bfloat16")
     assert any(row.get("reward_std") for row in rows)
     assert (user.folder / "policy" / "processor_config.json").is_file()
 
@@ -239,6 +236,15 @@ trainer = GRPOTrainer(
     train_dataset=Dataset.from_dict({{"prompt": [f"{{n}} +" for n in range(4)], "task": ["math", "code"] * 2}}),
 )
 {END}"""
+
+
+MAKES_REWARD_MODEL = """
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+config = AutoConfig.from_pretrained("model", num_labels=1, pad_token_id=0)
+AutoModelForSequenceClassification.from_config(config).save_pretrained("reward")
+AutoTokenizer.from_pretrained("model").save_pretrained("reward")
+"""
 
 
 def test_models_and_functions_reward_with_weights(user):

@@ -13,11 +13,15 @@ from testing_utils.batches import make_batch
 from testing_utils.trainings import make, parameters, rows
 from trl_qarl.forward import Batch
 from trl_qarl.objectives.objective import reduce_metrics
-from trl_qarl.objectives.registry import find_objective
+from trl_qarl.objectives.registry import get_objective
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CONFIG = SimpleNamespace(epsilon=EPSILON, epsilon_high=EPSILON_HIGH)
+
+
+def config_of(name, **options):
+    given = {"epsilon": EPSILON, "epsilon_high": EPSILON_HIGH, "objective_kwargs": OPTIONS[name] | options}
+    return SimpleNamespace(loss_type=f"objectives:{name}", **given)
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +32,10 @@ def in_folder_of_examples(monkeypatch):
     sys.modules.pop("objectives", None)
 
 
-def loss_of(name, batch, **options):
+def loss_of(name, batch):
     logps = batch["logps"].clone().requires_grad_()
-    objective = find_objective(f"objectives:{name}", OPTIONS[name] | options)
     given = Batch(batch["old"], batch["sampling"], batch["advantages"], batch["mask"], logps)
-    loss = objective.loss(CONFIG, given)
+    loss = get_objective(config_of(name)).loss(config_of(name), given)
     loss.value.backward()
     return loss, logps.grad
 
@@ -76,5 +79,5 @@ def test_an_example_objective_trains(tiny_model, tmp_path, name):
 
 
 def test_bounds_that_exclude_one_are_refused(tmp_path):
-    problems = find_objective("objectives:IcePop", {"low": 1.5}).problems(CONFIG)
-    assert "low=1.5" in "".join(problems)
+    config = config_of("IcePop", low=1.5)
+    assert "low=1.5" in "".join(get_objective(config).problems(config))

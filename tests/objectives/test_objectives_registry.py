@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from testing_utils.trainings import config
-from trl_qarl.objectives.registry import OBJECTIVES, get_objective
+from trl_qarl.objectives.registry import get_objective
 from trl_qarl.trainer.qarl_config import QaRLConfig
 
 
@@ -47,11 +47,6 @@ def test_an_objective_of_your_own_is_named_by_its_place(my_losses, kwargs):
     assert get_objective(made).tau == 0.5 and made.objective_kwargs == {"tau": 0.5}
     assert made.loss_type == "my_losses:Sharp" and made.vllm_importance_sampling_correction is False
     assert get_objective(copy.deepcopy(made)) == get_objective(made)
-
-
-@pytest.mark.parametrize("loss_type", OBJECTIVES)
-def test_loss_types_are_kept(tmp_path, loss_type):
-    assert config(tmp_path, loss_type=loss_type).loss_type == loss_type
 
 
 def test_gspo_is_trls_grpo_with_sequence_ratios(tmp_path):

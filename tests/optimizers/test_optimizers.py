@@ -1,7 +1,5 @@
 """Every kind of optimizer through the trainer: the low-bit weights follow what it writes, however it writes."""
 
-import sys
-from collections import OrderedDict
 from importlib.util import find_spec
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 from testing_utils import make_trainer
+from testing_utils.trainings import bands
 from trl_qarl import QaRLConfig
 from trl_qarl.quantization.swap import quantized_layers
 from trl_qarl.quantization.tensors import LowBitTensor
@@ -56,18 +55,6 @@ class Compare(TrainerCallback):
         self.codes = fresh
 
 
-# torchao's optimizers compile their step for most of a minute, which is not what is tested.
-@torch.compiler.set_stance("force_eager")
-def updates_with(optim, model, output_dir):
-    compare = Compare()
-    # Bands that drop nothing: an update without a gradient would be skipped.
-    options = dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 0.9)
-    options |= {"optim": optim, "max_steps": 3, "learning_rate": 1e-2, "max_completion_length": 4}
-    trainer = make_trainer(model, output_dir, scheme="w8a16", callbacks=[compare], **options)
-    trainer.train()
-    return trainer, compare
-
-
 def num_state_bits(optimizer, parameter) -> int:
     """Bits of an element of the first moment."""
     state = optimizer.state[parameter]
@@ -77,23 +64,20 @@ def num_state_bits(optimizer, parameter) -> int:
     return 8 * codes.nbytes // parameter.numel()
 
 
+# torchao's optimizers compile their step for most of a minute, which is not what is tested.
+@torch.compiler.set_stance("force_eager")
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_the_low_bit_weight_follows_every_update(tiny_model, tmp_path, optim):
-    trainer, compare = updates_with(optim, tiny_model, tmp_path)
+    compare = Compare()
+    options = bands(0.9) | {"optim": optim, "max_steps": 3, "learning_rate": 1e-2, "max_completion_length": 4}
+    trainer = make_trainer(tiny_model, tmp_path, scheme="w8a16", callbacks=[compare], **options)
+    trainer.train()
     assert compare.stale == [set()] * 3
     layers = quantized_layers(trainer.model)
     assert compare.moved == [set(), set(layers), set(layers)]
     if optim in NUM_STATE_BITS:
         optimizer = trainer.optimizer.optimizer
         assert {num_state_bits(optimizer, layer.weight) for layer in layers.values()} == {NUM_STATE_BITS[optim]}
-
-
-# The writers that do not raise the version of a tensor.
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", pytest.param("adamw_8bit", marks=needs_bitsandbytes)])
-def test_without_the_count_of_steps_a_silent_write_is_missed(tiny_model, tmp_path, monkeypatch, optim):
-    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_post_hooks", OrderedDict())
-    trainer, compare = updates_with(optim, tiny_model, tmp_path)
-    assert compare.stale[-1] == set(quantized_layers(trainer.model))
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adamw_fused", "muon"])

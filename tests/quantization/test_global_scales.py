@@ -3,20 +3,19 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import make_tiny_config, make_tiny_model
+from testing_utils import make_tiny_tokenizer, run_export
+from testing_utils.layers import bits, tiny
+from testing_utils.trainings import RECORD
 from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.checkpoint.layout import quantization_config
-from trl_qarl.cli import main
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.swap import freeze_model, quantized_layers, restore_model, share_global_scales
 
 
 @pytest.fixture
-def model(tmp_path):
-    path = make_tiny_model(tmp_path, "llama")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def model():
+    model = tiny()
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.k_proj.weight *= 8
@@ -36,23 +35,22 @@ def test_fused_layers_share_a_divisor(model):
         assert 2688 / largest / 8 < scale <= 2688 / largest / 4
 
 
-def test_a_frozen_base_keeps_its_dtype(model):
+def test_frozen_layers_keep_the_divisors_of_their_run(model):
     prepare_model(model, {"re:.*mlp.*": "nvfp4a16", "_default": "w8a8"})
     layers = quantized_layers(model)
-    before = {name: layer.low_bit_weight().shared_scale for name, layer in layers.items()}
-    halves = {name: scale / 2 for name, scale in before.items() if scale is not None}
+    halves = {name: scale / 2 for name, scale in Inventory.of(model).global_scales.items()}
     assert halves.keys() == {name for name in layers if ".mlp." in name}
     share_global_scales(layers, halves)
+    freeze_model(model)
     assert {name: layers[name].low_bit_weight().shared_scale for name in halves} == halves
     assert Inventory.of(model).global_scales == halves
-    freeze_model(model)
-    share_global_scales(layers)
-    assert Inventory.of(model).global_scales == halves
+    with pytest.raises(ValueError, match="global_scales has no entry"):
+        share_global_scales(layers, {"other": 2.0})
 
 
 def test_a_model_whose_weights_are_not_loaded_yet_has_none():
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_tiny_config())
+        model = tiny()
     prepare_model(model, "nvfp4a16")
     assert Inventory.of(model).global_scales == {}
 
@@ -82,24 +80,19 @@ def test_masters_are_exported_with_the_divisors_of_their_run(model, tmp_path):
     with torch.no_grad():
         for layer in layers.values():
             layer.weight *= 3
-    expected = {name: layer.low_bit_weight().checkpoint_tensors() for name, layer in layers.items()}
+    expected = bits(
+        (f"{name}.{leaf}", tensor)
+        for name, layer in layers.items()
+        for leaf, tensor in layer.low_bit_weight().checkpoint_tensors().items()
+    )
     restore_model(model)
     masters = tmp_path / "masters"
     model.save_pretrained(masters)
-    AutoTokenizer.from_pretrained(model.name_or_path).save_pretrained(masters)
-    record = {"scheme": "nvfp4a16", "group_size": 16, "exclude_modules": None}
-    record["scale_dtype"] = "bfloat16"
+    make_tiny_tokenizer().save_pretrained(masters)
+    record = RECORD | {"scheme": "nvfp4a16", "group_size": 16}
     for of_the_run in (True, False):
         (masters / "qarl.json").write_text(json.dumps(record | ({"global_scales": scales} if of_the_run else {})))
         folder = tmp_path / f"export-{of_the_run}"
-        assert main(["export", "--model_name_or_path", str(masters), "--output_dir", str(folder)]) == 0
-        tensors = load_file(folder / "model.safetensors")
-        same = [
-            torch.equal(tensors[f"{name}.{leaf}"].view(torch.uint8), value.view(torch.uint8))
-            for name, parts in expected.items()
-            for leaf, value in parts.items()
-        ]
-        assert all(same) == of_the_run
-    prepare_model(model, "nvfp4a16")
-    with pytest.raises(ValueError, match="global_scales has no entry"):
-        share_global_scales(quantized_layers(model), {"other": 2.0})
+        assert run_export(masters, folder) == 0
+        found = bits(load_file(folder / "model.safetensors").items())
+        assert (found | expected == found) == of_the_run

@@ -13,32 +13,30 @@ from testing_utils.layers import LAYERS, tiny
 from testing_utils.pictures import make_picture_config
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.quantization.inventory import Inventory, reasons_to_skip
-from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.names import base_model, base_modules, base_state_dict, is_adapted, layer_of
 from trl_qarl.quantization.precisions import set_precision
-from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 from trl_qarl.sharding.fsdp2 import keep_class_names
 
 
-@pytest.fixture(params=["qwen2", "gemma"])
-def model(request):
-    model = tiny(request.param)
+def picture_model(kind):
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(make_picture_config(kind))
+
+
+@pytest.fixture
+def model():
+    model = tiny("qwen2")
     prepare_model(model, {"re:.*mlp.*": "w4a16", "_default": "w8a8"}, exclude_modules="o_proj")
     return model
 
 
 def test_tensors_of_a_layer_are_together_and_in_order(model):
     layers = list(Inventory.of(model).walk())
-    names = [name for layer in layers for name in layer.tensors]
-    assert names == list(base_state_dict(model)) and len({layer.name for layer in layers}) == len(layers)
-    assert [layer.name for layer in layers] == [
-        "model.embed_tokens",
-        "model.layers.0",
-        "model.layers.1",
-        "model.norm",
-        "lm_head",
-    ]
+    names = [{layer_of(name) for name in layer.tensors} for layer in layers]
+    assert [name for layer in layers for name in layer.tensors] == list(base_state_dict(model))
+    of_layers = [{"model.layers.0"}, {"model.layers.1"}]
+    assert names == [{"model.embed_tokens"}, *of_layers, {"model.norm"}, {"lm_head"}]
     first = layers[1]
     quantized = {name.removesuffix(".weight") for name in first.quantized}
     assert set(first.linears) - quantized == {"model.layers.0.self_attn.o_proj"}
@@ -47,12 +45,9 @@ def test_tensors_of_a_layer_are_together_and_in_order(model):
     assert dict(Inventory.of(model).weights()) == weights
 
 
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [("0.weight", "0"), ("model.layers.3.mlp.experts.7.up_proj.weight", "model.layers.3"), ("weight", "weight")],
-)
-def test_a_layer_is_the_name_up_to_its_first_number(name, layer):
-    assert layer_of(name) == layer
+def test_a_layer_is_the_name_up_to_its_first_number():
+    layers = {"0.weight": "0", "model.layers.3.mlp.experts.7.up_proj.weight": "model.layers.3", "weight": "weight"}
+    assert {name: layer_of(name) for name in layers} == layers
 
 
 def test_a_module_that_was_replaced_is_noticed(model):
@@ -81,17 +76,13 @@ def test_schemes_are_read_when_they_are_asked_for(model):
     assert changed == [name for name, (scheme, _) in before.items() if scheme.name == "w4a16"]
 
 
-@pytest.mark.parametrize("target_modules", ["all-linear", ["o_proj"]])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tied", "target_modules"), [(True, "all-linear"), (False, ["o_proj"])])
 def test_an_adapted_model_has_the_names_of_the_model_alone(tied, target_modules):
+    plain, inner = (tiny("qwen2", tie_word_embeddings=tied) for _ in range(2))
     peft = pytest.importorskip("peft")
-    plain = tiny("qwen2", tie_word_embeddings=tied)
-    adapted = peft.get_peft_model(
-        tiny("qwen2", tie_word_embeddings=tied), peft.LoraConfig(target_modules=target_modules)
-    )
+    adapted = peft.get_peft_model(inner, peft.LoraConfig(target_modules=target_modules))
     layers, expected = (
-        [(layer.name, [*layer.tensors], [*layer.linears]) for layer in Inventory.of(model).walk()]
-        for model in (adapted, plain)
+        [([*layer.tensors], [*layer.linears]) for layer in Inventory.of(model).walk()] for model in (adapted, plain)
     )
     assert layers == expected
     for model in (adapted, adapted.get_base_model()):
@@ -107,35 +98,37 @@ def test_a_module_that_occurs_twice_is_named_once():
     assert [name for name, _ in base_modules(nn.Sequential(layer, layer))] == ["", "0"]
 
 
+ROUTERS = ["gate", "router", "shared_expert_gate", "gate.wg", "router.proj", "altup.modality_router"]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(
-    "name", ["gate", "router", "shared_expert_gate", "gate.wg", "router.proj", "altup.modality_router"]
+    ("name", "shape", "reason"),
+    [
+        *((f"mlp.{name}", (128, 4), "router") for name in ROUTERS),
+        ("mixer.in_proj_a", (128, 16), "decays and step sizes of a recurrence"),
+        ("mixer.dt_proj", (128, 256), "decays and step sizes of a recurrence"),
+        ("shared_transformer.0", (128, 64), "block that several layers share"),
+        ("streams", (4, 128), "fewer than 32 inputs"),
+        ("empty", (128, 0), "no weights"),
+        ("empty", (0, 128), "no weights"),
+    ],
 )
-def test_routers_stay_and_gate_proj_does_not(name):
-    model = nn.Module()
-    model.mlp = nn.Module()
-    if "." in name:
-        setattr(model.mlp, name.partition(".")[0], nn.Module())
-    model.set_submodule(f"mlp.{name}", nn.Linear(128, 4))
-    model.mlp.gate_proj = nn.Linear(128, 128)
-    report = prepare_model(model, "w4a16")
-    assert list(report.converted) == ["mlp.gate_proj"]
-    assert report.skipped == {f"mlp.{name}": "router"}
-
-
-def test_what_steers_a_recurrence_stays_in_high_precision():
-    model = nn.Module()
-    layers = {"in_proj": nn.Linear(128, 256), "in_proj_a": nn.Linear(128, 16), "dt_proj": nn.Linear(128, 256)}
-    model.mixer, model.mlp = nn.ModuleDict(layers), nn.ModuleDict({"k_proj": nn.Linear(128, 16)})
+def test_layers_stay_in_high_precision_by_name_and_size(name, shape, reason):
+    model, linears = nn.Module(), {name: nn.Linear(*shape)}
+    # Near to them, and quantized.
+    others = {"mlp.gate_proj": (128, 128), "mlp.k_proj": (128, 16), "mixer.in_proj": (128, 256)}
+    for path, linear in (linears | {path: nn.Linear(*sizes) for path, sizes in others.items()}).items():
+        *parents, leaf = path.split(".")
+        module = model
+        for parent in parents:
+            if not hasattr(module, parent):
+                module.add_module(parent, nn.Module())
+            module = getattr(module, parent)
+        module.add_module(leaf, linear)
     model.mixer.A_log = nn.Parameter(torch.zeros(16))
-    kept = dict.fromkeys(("mixer.in_proj_a", "mixer.dt_proj"), "decays and step sizes of a recurrence")
-    assert prepare_model(model, "w4a16").skipped == kept
-
-
-def test_blocks_that_layers_share_stay_in_high_precision():
-    model = nn.ModuleDict(
-        {"k_proj": nn.Linear(128, 16), "shared_transformer": nn.ModuleDict({"0": nn.Linear(128, 64)})}
-    )
-    assert prepare_model(model, "w4a16").skipped == {"shared_transformer.0": "block that several layers share"}
+    report = prepare_model(model, "w4a16")
+    assert report.skipped == {name: reason} and report.converted.keys() == others.keys()
 
 
 def test_experts_that_a_checkpoint_joins_with_others_are_named():
@@ -150,18 +143,11 @@ def test_experts_that_a_checkpoint_joins_with_others_are_named():
 @pytest.mark.parametrize("name", ["model.language_model", "language_model.model"], ids=["transformers", "vllm"])
 def test_groups_name_experts_next_to_a_tower_for_both(name):
     """Groups of two sizes, one for the experts' 64 inputs."""
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(make_picture_config("qwen3_5_moe"))
-    prepare_model(model, "w4a16")
+    prepare_model(model := picture_model("qwen3_5_moe"), "w4a16")
     groups = quantization_config(Inventory.of(model))["config_groups"].values()
     matrix = f"{name}.layers.1.mlp.experts.7.down_proj"
     targets = [target.removeprefix("re:") for group in groups for target in group["targets"] if "experts" in target]
     assert [bool(re.fullmatch(target, matrix)) for target in targets].count(True) == 1
-
-
-def test_layers_smaller_than_a_group_stay_in_high_precision():
-    model = nn.ModuleDict({"streams": nn.Linear(4, 128), "k_proj": nn.Linear(128, 16)})
-    assert prepare_model(model, "w4a16").skipped == {"streams": "fewer than 32 inputs"}
 
 
 def test_head_under_another_name_is_recognised_by_its_tie():
@@ -174,51 +160,31 @@ def test_head_under_another_name_is_recognised_by_its_tie():
     assert report.skipped == {"out": "shares the embedding's weight"}
 
 
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("shape", [(128, 0), (0, 128)])
-def test_layers_without_weights_are_left_alone_with_the_reason(shape):
-    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(*shape))
-    report = prepare_model(model, "w4a16")
-    assert list(report.converted) == ["0"] and report.skipped == {"1": "no weights"}
-    with pytest.raises(ValueError, match=rf"no weights to quantize: shape \({shape[1]}, {shape[0]}\)"):
-        QuantizedLinear.from_linear(nn.Linear(*shape), get_scheme("w4a16"))
-
-
 def test_exclude_modules_takes_names_and_patterns():
     def excluded(patterns):
         report = prepare_model(tiny(), "w4a16", exclude_modules=patterns)
         return [name for name, why in report.skipped.items() if why == "exclude_modules"]
 
-    assert excluded(["o_proj"]) == [name for name in LAYERS if name.endswith("o_proj")]
     assert excluded(["model.layers.0.mlp.down_proj"]) == ["model.layers.0.mlp.down_proj"]
-    assert excluded(r"model\.layers\.1\..*") == LAYERS[7:]
     # A command line and a YAML file cannot tell one name from a list of one.
-    assert excluded("o_proj") == excluded(["o_proj"])
-    assert excluded([r"model\.layers\.1\..*"]) == LAYERS[7:]
+    assert excluded("o_proj") == excluded(["o_proj"]) == [name for name in LAYERS if name.endswith("o_proj")]
+    assert excluded(r"model\.layers\.1\..*") == excluded([r"model\.layers\.1\..*"]) == LAYERS[7:]
 
 
 @pytest.mark.parametrize(
-    ("patterns", "message"),
+    ("pattern", "message"),
     [
-        *(
-            (["down_proj", p], f"{re.escape(repr(p))} matches none of the 15")
-            for p in ("o_pro", "layers.1", "*o_proj")
-        ),
+        *((p, f"{re.escape(repr(p))} matches none of the 15") for p in ("o_pro", "layers.1", "*o_proj")),
         (r"model\..*", "all skipped"),
     ],
 )
-def test_patterns_that_fit_nothing_or_everything_are_refused(patterns, message):
+def test_patterns_that_fit_nothing_or_everything_are_refused(pattern, message):
     with pytest.raises(ValueError, match=message):
-        prepare_model(tiny(), "w4a16", exclude_modules=patterns)
+        prepare_model(tiny(), "w4a16", exclude_modules=["down_proj", pattern])
 
 
 # Their decoders have seven linear layers in each layer.
 ALIKE = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-
-
-def picture_model(kind):
-    with torch.device("meta"):
-        return AutoModelForImageTextToText.from_config(make_picture_config(kind))
 
 
 @pytest.mark.parametrize("kind", ALIKE)
@@ -267,9 +233,7 @@ def test_a_layer_in_a_list_is_matched_with_the_name_of_its_list():
 
 
 def test_a_class_that_fsdp2_derives_keeps_its_checkpoint_names():
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(make_picture_config("qwen2_5_vl"))
-        sharded = copy.deepcopy(model)
+    model, sharded = (picture_model("qwen2_5_vl") for _ in range(2))
     cls = type(sharded)
     sharded.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
     keep_class_names(sharded)

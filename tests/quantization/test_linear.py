@@ -1,5 +1,5 @@
 import copy
-import io
+import pickle
 from unittest.mock import Mock
 
 import pytest
@@ -15,11 +15,9 @@ from trl_qarl.quantization.schemes import get_scheme
 from trl_qarl.quantization.tensors import LowBitTensor
 
 
-def make(name="w4a16", dtype=torch.float32, in_features=256, out_features=96, bias=True, **kwargs):
+def make(name="w4a16", dtype=torch.float32, bias=True, **kwargs):
     torch.manual_seed(0)
-    return QuantizedLinear.from_linear(
-        nn.Linear(in_features, out_features, bias=bias, dtype=dtype), get_scheme(name), **kwargs
-    )
+    return QuantizedLinear.from_linear(nn.Linear(256, 96, bias=bias, dtype=dtype), get_scheme(name), **kwargs)
 
 
 @pytest.mark.parametrize("shape", [(4, 256), (0, 3, 256)])
@@ -39,13 +37,10 @@ def test_zeros_and_no_rows_give_finite_values_and_gradients(name, shape):
 @pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
 def test_frozen_tensors_get_no_gradient_and_the_others_do(frozen):
     layer = make()
-    x = torch.randn(8, 256, requires_grad=frozen != "input")
-    if frozen != "input":
-        getattr(layer, frozen).requires_grad_(False)
-    layer(x).sum().backward()
-    grads = {"weight": layer.weight.grad, "bias": layer.bias.grad, "input": x.grad}
-    assert grads.pop(frozen) is None
-    assert all(grad is not None for grad in grads.values())
+    tensors = {"weight": layer.weight, "bias": layer.bias, "input": torch.randn(8, 256, requires_grad=True)}
+    tensors[frozen].requires_grad_(False)
+    layer(tensors["input"]).sum().backward()
+    assert [name for name, tensor in tensors.items() if tensor.grad is None] == [frozen]
 
 
 def test_from_linear_keeps_parameters_hooks_and_state_dict_keys():
@@ -178,28 +173,12 @@ def test_write_through_data_needs_invalidate():
 
 
 def test_cache_is_neither_in_the_state_dict_nor_in_a_pickle():
-    layer = make(bias=False, in_features=1024, out_features=1024)
-    layer(torch.randn(2, 1024, requires_grad=True))
+    layer, x = make(), torch.randn(2, 256)
+    layer(x)
     assert held(layer) is not None
-    buffer = io.BytesIO()
-    torch.save(layer, buffer)
-    assert buffer.tell() < layer.weight.nbytes * 1.1
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
-    x = torch.randn(2, 1024)
-    assert not loaded.quantized_weights["weight"]._kept and torch.equal(loaded(x), layer(x))
-    assert not copy.deepcopy(layer).quantized_weights["weight"]._kept
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant):
-    layer = make()
-    x = torch.randn(8, 256, requires_grad=True)
-    layer(x).square().sum().backward()
-    expected = layer.weight.grad.clone(), x.grad.clone()
-    layer.weight.grad = x.grad = None
-    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant).square().sum().backward()
-    assert torch.equal(layer.weight.grad, expected[0]) and torch.equal(x.grad, expected[1])
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert not copied.quantized_weights["weight"]._kept and torch.equal(copied(x), layer(x))
+    assert layer.state_dict().keys() == {"weight", "bias"}
 
 
 def test_int4_kernel_copy_lives_through_a_rollout_only():
@@ -250,7 +229,7 @@ def test_autocast_gives_the_same_bits_as_bf16_input(monkeypatch, name, has_nativ
     x = torch.randn(rows, 256).bfloat16()
     expected = layer(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(layer(x), expected)
+        assert torch.equal(layer(x.float()), expected)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -297,9 +276,10 @@ def hooked():
         (lambda: Doubled(256, 96), "w4a16", TypeError, "Doubled"),
         (lambda: Activated(256, 96), "w4a16", TypeError, "Activated"),
         (lambda: nn.Linear(256, 96), "bf16", ValueError, "'bf16'"),
+        (lambda: nn.Linear(0, 96), "w4a16", ValueError, r"no weights to quantize: shape \(96, 0\)"),
         (hooked, "w4a16", ValueError, "device_map=None"),
     ],
-    ids=["subclass", "twice the bias", "activation", "nothing to quantize", "hook"],
+    ids=["subclass", "twice the bias", "activation", "nothing to quantize", "no weights", "hook"],
 )
 def test_what_cannot_be_a_quantized_layer_is_refused(make_linear, scheme, error, message):
     with pytest.raises(error, match=message):

@@ -34,46 +34,28 @@ def assigned(plan, skipped=HEAD):
 
 def test_name_of_a_scheme_is_a_plan_of_one():
     plan = get_plan("w4a16", 64)
-    assert plan.is_uniform and plan.name == "w4a16" and (plan.option_value, plan.group_size) == ("w4a16", 64)
-    assert plan.schemes == (get_scheme("w4a16", 64),)
+    assert plan.is_uniform and plan.name == "w4a16" and plan.schemes == (get_scheme("w4a16", 64),)
     assert set(assigned(plan).values()) == {"w4a16"} and len(assigned(plan)) == 21
-    assert get_plan(plan) is not None and get_plan(plan) == plan
+    assert get_plan(plan) is plan
     with pytest.raises(ValueError, match="group_size=32"):
         get_plan(plan, 32)
     assert not get_plan("bf16").is_quantized and get_plan("bf16").name == "bf16"
 
 
-def test_names_come_before_expressions_the_first_of_which_counts():
-    mapping = {"re:.*mlp.*": "w4a16", "_default": "w8a8", "re:.*down_proj": "fp8", DOWN: None}
-    plan = get_plan(mapping)
-    found = assigned(plan)
-    assert plan.name == "w4a16-w8a8-fp8" and not plan.is_uniform
-    assert found["model.layers.0.mlp.down_proj"] == "w4a16" and DOWN not in found
-    assert found["model.layers.0.self_attn.o_proj"] == "w8a8"
-    assert plan.assign(NAMES, HEAD)[1] == {DOWN: f"bf16 by '{DOWN}'"}
+def test_layers_are_chosen_as_torchao_does():
+    """A name comes before expressions, of which the first counts."""
+    mapping = {"re:.*mlp.*_proj": "w4a16", "re:.*attn.*_proj": "w8a8", "re:.*down_proj": "fp8", DOWN: None}
+    ours, theirs = tiny(), tiny()
+    report = prepare_model(ours, mapping)
+    quantize_(theirs, FqnToConfig({p: None if name is None else Mark(name) for p, name in mapping.items()}), None)
+    expected = {name: module.mark for name, module in theirs.named_modules() if hasattr(module, "mark")}
+    assert {name: scheme.name for name, scheme in report.schemes.items()} == expected and len(expected) == 13
+    assert report.plan.name == "w4a16-w8a8-fp8" and report.skipped[DOWN] == f"bf16 by '{DOWN}'"
 
 
 def test_layers_that_nothing_matches_stay_in_high_precision():
     schemes, reasons = get_plan({"re:.*mlp.*": "w4a16"}).assign(NAMES, HEAD)
     assert len(schemes) == 9 and set(reasons.values()) == {"matches no pattern"} and "lm_head" not in reasons
-
-
-@pytest.mark.parametrize(
-    "mapping",
-    [
-        {"re:.*mlp.*_proj": "w4a16", "re:.*attn.*_proj": "w8a8"},
-        {"re:.*_proj": "w8a8", "model.layers.1.mlp.down_proj": None, "re:.*o_proj": "fp8"},
-    ],
-)
-def test_layers_are_chosen_as_torchao_does(mapping):
-    ours, theirs = tiny(), tiny()
-    prepare_model(ours, mapping)
-    quantize_(theirs, FqnToConfig({p: None if name is None else Mark(name) for p, name in mapping.items()}), None)
-    ours = {name: layer.scheme.name for name, layer in quantized_layers(ours).items()}
-    assert ours == {n: m.mark for n, m in theirs.named_modules() if hasattr(m, "mark")} and len(ours) in (13, 14)
-
-
-def test_a_pattern_that_matches_no_layer_is_refused():
     with pytest.raises(ValueError, match="'re:mlp'"):
         get_plan({"re:mlp": "w4a16"}).assign(NAMES, HEAD)
 
@@ -81,10 +63,9 @@ def test_a_pattern_that_matches_no_layer_is_refused():
 @pytest.mark.parametrize(
     ("scheme", "arguments", "message"),
     [
-        ("w5a16", {}, "Unknown scheme 'w5a16'"),
         (None, {}, "scheme=None is neither"),
         ({}, {}, "quantizes nothing"),
-        ({"_default": "w5a16"}, {}, "'_default'"),
+        ({"_default": "w5a16"}, {}, "'_default': Unknown scheme 'w5a16'"),
         ({"re:(": "w4a16"}, {}, "is not a valid regular expression"),
         ({"": "w4a16"}, {}, "is not a pattern"),
         ({"_default": {"group_size": 32}}, {}, "is neither a scheme's name"),
@@ -101,17 +82,14 @@ def test_plans_that_make_no_sense_are_refused(scheme, arguments, message):
 
 
 def test_group_size_is_for_schemes_with_groups_that_say_none():
-    plan = get_plan(
-        {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*o_proj": "w3a16", "_default": "w8a8"}, 64
-    )
-    assert [scheme.group_size for scheme in plan.schemes] == [32, 64, None]
+    mapping = {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*o_proj": "w3a16", "_default": "w8a8"}
+    assert [scheme.group_size for scheme in get_plan(mapping, 64).schemes] == [32, 64, None]
 
 
 @pytest.mark.parametrize(
     "plan",
     [
         get_plan("w4a16", 32),
-        get_plan("w8a8"),
         get_plan({"re:.*mlp.*": "w4a16", DOWN: None, "_default": {"scheme": "w2a16", "group_size": 64}}),
     ],
 )
@@ -127,22 +105,16 @@ def test_a_scheme_for_layers_that_are_never_quantized_is_refused(pattern):
 
 
 @pytest.mark.parametrize(
-    ("mapping", "message"),
+    ("pattern", "scheme", "message"),
     [
-        (
-            {"re:.*[qk]_proj": "w8a8", "_default": "w4a16"},
-            "q_proj is w8a8, .*k_proj is w8a8, .*v_proj is w4a16 in groups of 128",
-        ),
-        ({"re:.*gate_proj": None, "_default": "w4a16"}, "gate_proj is bf16, .*up_proj is w4a16 in groups of 128"),
-        (
-            {"re:.*up_proj": {"scheme": "w4a16", "group_size": 32}, "_default": "w4a16"},
-            "gate_proj is w4a16 in groups of 128, .*up_proj is w4a16 in groups of 32",
-        ),
+        ("re:.*[qk]_proj", "w8a8", "q_proj is w8a8, .*k_proj is w8a8, .*v_proj is w4a16 in groups of 128"),
+        ("re:.*gate_proj", None, "gate_proj is bf16, .*up_proj is w4a16 in groups of 128"),
+        ("re:.*up_proj", {"scheme": "w4a16", "group_size": 32}, ".*up_proj is w4a16 in groups of 32"),
     ],
 )
-def test_layers_that_vllm_fuses_share_a_scheme(mapping, message):
+def test_layers_that_vllm_fuses_share_a_scheme(pattern, scheme, message):
     with pytest.raises(ValueError, match=f"{message}: vLLM holds"):
-        prepare_model(tiny(), mapping)
+        prepare_model(tiny(), {pattern: scheme, "_default": "w4a16"})
 
 
 def test_fused_layers_may_differ_between_layers_and_may_be_fewer():
@@ -160,13 +132,10 @@ def test_plan_of_layers_is_one_scheme_or_one_each():
 
 
 def test_prepared_model_follows_the_plan_and_its_report_says_how():
+    plan = {"re:.*mlp.*": "w4a16", "re:.*self_attn.*": "w8a8"}
     model = tiny(intermediate_size=192)
-    report = prepare_model(
-        model, {"re:.*mlp.*": "w4a16", "re:.*self_attn.*": "w8a8"}, exclude_modules="layers.0.mlp.down_proj"
-    )
+    text = str(prepare_model(model, plan, exclude_modules="layers.0.mlp.down_proj"))
     assert {layer.scheme.name for name, layer in quantized_layers(model).items() if "mlp" in name} == {"w4a16"}
-    assert len(report.converted) == 13 and report.converted["model.layers.1.mlp.down_proj"] == 64
-    text = str(report)
     assert text.startswith(
         "scheme w4a16-w8a8: 13 linear layers quantized (8 w8a8 per output channel, 4 w4a16 group 128, 1 w4a16 group 64)"
     )

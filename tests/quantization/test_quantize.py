@@ -26,7 +26,7 @@ SIGNED = [name for name in QUANTIZED if SCHEMES[name].grid.has_signed_scales]
 DTYPES = [(torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
 
 
-def awkward_weight(seed: int, dtype: torch.dtype, shape=(48, 192)) -> torch.Tensor:
+def awkward_weight(seed, dtype, shape=(48, 192)):
     """Random weights with an all-zero row and group, denormal and huge rows, exact halves, and signed zeros."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator) * 0.02
@@ -92,17 +92,6 @@ def test_dequantized_weight_equals_compressed_tensors(name):
     assert torch.equal(low_bit.dequantize(torch.bfloat16), expected.float().bfloat16())
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_zero_and_denormal_groups_stay_finite(name):
-    scheme = get_scheme(name)
-    low_bit = LowBitTensor.from_hp(awkward_weight(0, torch.float32), scheme, torch.bfloat16)
-    scale = low_bit.scale_values()
-    assert torch.isfinite(scale).all() and (scale.abs() > 0).all()
-    restored = low_bit.dequantize(torch.float32)
-    assert torch.isfinite(restored).all()
-    assert (restored[0] == 0).all()
-
-
 def weight_with_ties(seed: int, shape=(16, 256)) -> torch.Tensor:
     """[`awkward_weight`] with rows whose largest magnitude occurs with both signs, in both orders, or everywhere."""
     weight = awkward_weight(seed, torch.float32, shape)
@@ -114,11 +103,13 @@ def weight_with_ties(seed: int, shape=(16, 256)) -> torch.Tensor:
     return weight
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seeds", [range(20), pytest.param(range(20, 1000), marks=pytest.mark.slow)], ids=["few", "many"]
+)
 @pytest.mark.parametrize("name", SIGNED)
-def test_signed_scales_and_codes_equal_the_reference_bit_for_bit(name):
+def test_signed_scales_and_codes_equal_the_reference_bit_for_bit(name, seeds):
     has_both_signs, num_clamped = torch.zeros(2, dtype=torch.bool), 0
-    for seed in range(1000):
+    for seed in seeds:
         scale_dtype = (torch.bfloat16, torch.float16, torch.float32)[seed % 3]
         scheme = get_scheme(name, (32, 64, 128)[seed // 3 % 3])
         for weight in (weight_with_ties(seed), weight_with_ties(seed).bfloat16()):
@@ -140,20 +131,6 @@ def test_signed_scales_and_codes_equal_the_reference_bit_for_bit(name):
                 assert np.array_equal(low_bit.dequantize(torch.float64).numpy(), groups * codes)
             has_both_signs |= torch.stack([(low_bit.scale < 0).any(), (low_bit.scale > 0).any()])
     assert has_both_signs.all() and num_clamped > 0
-
-
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_signed_scales_lose_less_of_gaussian_weights(bits, group_size):
-    weight = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
-
-    low_bit = LowBitTensor.from_hp(weight, get_scheme(f"w{bits}a16", group_size), torch.bfloat16)
-    # compressed-tensors' rule: half the range of codes.
-    groups = weight.view(256, -1, group_size)
-    scale = groups.abs().amax(-1, keepdim=True) / (2**bits - 1) * 2
-    codes = (groups / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    theirs = (codes * scale - groups).square().mean()
-    assert (low_bit.dequantize(torch.float64) - weight).square().mean() < 0.9 * theirs
 
 
 def engines_weight(codes, scale):
@@ -233,12 +210,12 @@ def test_activations_equal_vllms_on_a_million_values(name, vllms, dtype):
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-37, 1e-35])
+@pytest.mark.parametrize("size", [0, 1e-45, 1e-40, 1e-37, 1e-35])
 @pytest.mark.parametrize("name", ["w8a8", "fp8"])
 def test_tiny_activations_stay_finite_and_small(name, size):
     codes, scale = quantize_activation(torch.randn(4, 64) * size, get_scheme(name))
     assert (codes.double() * scale).abs().max() <= 6 * size + 1e-44
-    assert torch.isfinite(scale).all() and (scale > 0).all()
+    assert torch.isfinite(scale).all() and (scale >= 1 / (448 * 512) * (name == "fp8")).all() and (scale > 0).all()
 
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.is_quantized])
@@ -269,15 +246,6 @@ def test_a_nan_in_a_master_is_seen_in_the_low_bit_weight(name, value):
         assert not LowBitTensor.from_hp(weight, get_scheme(name), torch.bfloat16).dequantize()[3].isfinite().all()
 
 
-@pytest.mark.parametrize("in_features", [1, 2, 6, 98, 101])
-def test_w8a16_that_does_not_fill_words_is_refused(in_features):
-    with pytest.raises(ValueError, match=rf"in_features={in_features} .*`exclude_modules`.*`fp8`"):
-        LowBitTensor.from_hp(torch.randn(8, in_features), get_scheme("w8a16"), torch.bfloat16)
-    for name in ("w8a8", "fp8"):
-        low_bit = LowBitTensor.from_hp(torch.randn(8, in_features), get_scheme(name), torch.bfloat16)
-        assert low_bit.qdata.shape[1] == in_features
-
-
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
 def test_codes_of_a_transposed_input_are_row_major(scheme):
     """ATen's product of FP8 codes on a GPU takes no others."""
@@ -301,19 +269,12 @@ def test_block_size_does_not_change_quantized_rows(monkeypatch, name):
             assert torch.equal(LowBitTensor.from_hp(weight, get_scheme(name), torch.bfloat16), whole)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "largest", "smallest_scale"),
-    [("w8a8", torch.int8, 127, None), ("fp8", torch.float8_e4m3fn, 448, 1 / (448 * 512))],
-)
-def test_activations_follow_the_engines_rule(name, dtype, largest, smallest_scale):
-    x, others = torch.randn(5, 64), [0, 1, 3, 4]
-    x[2] = 0
+@pytest.mark.parametrize(("name", "largest"), [("w8a8", 127), ("fp8", 448)])
+def test_activations_follow_the_engines_rule(name, largest):
+    x = torch.randn(4, 64)
     codes, scale = quantize_activation(x, get_scheme(name))
-    assert codes.dtype is dtype and scale.shape == (5, 1)
-    torch.testing.assert_close(scale[others, 0], x[others].abs().amax(1) / largest)
-    assert codes.double()[others].abs().amax(1).tolist() == [largest] * 4
-    assert not codes.double()[2].any() and torch.isfinite(scale).all()
-    assert smallest_scale is None or scale[2].item() == pytest.approx(smallest_scale)
+    torch.testing.assert_close(scale, x.abs().amax(1, keepdim=True) / largest)
+    assert codes.double().abs().amax(1).tolist() == [largest] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

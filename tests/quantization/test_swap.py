@@ -3,15 +3,12 @@ from itertools import cycle
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from testing_utils.layers import LAYERS, bits, tiny
-from testing_utils.trainings import assert_equal
-from trl_qarl.checkpoint.export import export_checkpoint
+from testing_utils.layers import LAYERS, bits, logits, tiny
+from testing_utils.trainings import QUANTIZED
 from trl_qarl.checkpoint.layout import iter_checkpoint_tensors, quantization_config
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.quantization.linear import QuantizedLinear
-from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import (
     convert_model,
     disable_quantized_forward,
@@ -23,17 +20,14 @@ from trl_qarl.quantization.swap import (
 from trl_qarl.quantization.tensors import LowBitTensor
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("arch", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False), ("gemma", True)])
 def test_only_attention_and_mlp_are_converted(arch, tied):
     model = tiny(arch, tie_word_embeddings=tied)
-    before = {name: id(p) for name, p in model.named_parameters()}
-    keys = list(model.state_dict())
+    before, keys = {name: id(p) for name, p in model.named_parameters()}, list(model.state_dict())
     report = prepare_model(model, "w4a16")
     assert list(report.converted) == LAYERS and report.skipped == {"lm_head": "output head"}
     assert [name for name, m in model.named_modules() if isinstance(m, QuantizedLinear)] == LAYERS
-    assert {name: id(p) for name, p in model.named_parameters()} == before
-    assert list(model.state_dict()) == keys
+    assert {name: id(p) for name, p in model.named_parameters()} == before and list(model.state_dict()) == keys
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
@@ -56,15 +50,21 @@ def prepared():
     return model
 
 
+def converted():
+    convert_model(model := prepared())
+    return model
+
+
 @pytest.mark.parametrize(
     ("make_model", "message"),
     [
         (lambda: nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)), "no nn.Linear"),
         (prepared, "restore_model"),
+        (converted, "converted already"),
         (gptq, "quantized already.*gptq"),
         (lambda: nn.Linear(128, 128), r"model is itself a Linear.*nn.Sequential\(layer\)"),
     ],
-    ids=["no linear layer", "prepared already", "quantized by another tool", "itself a layer"],
+    ids=["no linear layer", "prepared", "converted", "quantized by another tool", "itself a layer"],
 )
 def test_models_that_cannot_be_prepared_are_refused(make_model, message):
     with pytest.raises(ValueError, match=message):
@@ -72,22 +72,20 @@ def test_models_that_cannot_be_prepared_are_refused(make_model, message):
 
 
 def test_a_restored_model_is_the_untouched_one():
-    model, tokens = tiny(), torch.randint(4, 200, (2, 8))
-    with torch.no_grad():
-        untouched = model(tokens).logits
-        prepare_model(model, "w4a16")
-        quantized = model(tokens).logits
-        disable_quantized_forward(model)
-        assert torch.equal(model(tokens).logits, untouched) and not torch.equal(quantized, untouched)
-        with pytest.raises(RuntimeError, match="in the middle"), quantized_forward(model):
-            assert torch.equal(model(tokens).logits, quantized)
-            raise RuntimeError("in the middle")
-        assert torch.equal(model(tokens).logits, untouched)
-        restore_model(model)
-        prepare_model(model, "w4a16")
-        assert torch.equal(model(tokens).logits, quantized)
-        assert restore_model(model) == len(LAYERS)
-        assert torch.equal(model(tokens).logits, untouched)
+    model = tiny()
+    untouched = logits(model)
+    prepare_model(model, "w4a16")
+    quantized = logits(model)
+    disable_quantized_forward(model)
+    assert torch.equal(logits(model), untouched) and not torch.equal(quantized, untouched)
+    with pytest.raises(RuntimeError, match="in the middle"), quantized_forward(model):
+        assert torch.equal(logits(model), quantized)
+        raise RuntimeError("in the middle")
+    assert torch.equal(logits(model), untouched)
+    assert restore_model(model) == len(LAYERS)
+    assert torch.equal(logits(model), untouched)
+    prepare_model(model, "w4a16")
+    assert torch.equal(logits(model), quantized)
 
 
 class Shared(nn.Module):
@@ -117,38 +115,26 @@ def test_a_layer_under_several_names_stays_one_layer():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "dtype"),
-    zip((name for name, s in SCHEMES.items() if s.is_quantized), cycle([torch.float32, torch.bfloat16]), strict=False),
+    ("scheme", "dtype"), [*zip(QUANTIZED, cycle([torch.float32, torch.bfloat16]), strict=False)], ids=str
 )
-def test_a_converted_model_equals_the_prepared_one(tmp_path, scheme, dtype):
+def test_a_converted_model_equals_the_prepared_one(scheme, dtype):
     model, tokens = tiny("qwen2").to(dtype), torch.randint(4, 200, (2, 24))
     prepare_model(model, scheme)
-    with torch.no_grad():
-        expected = [model(tokens).logits, model(tokens[:, :3]).logits]
+    expected = logits(model, tokens), logits(model, tokens[:, :3])
     published, config = bits(iter_checkpoint_tensors(model, dtype)), quantization_config(Inventory.of(model))
-    export_checkpoint(model, tmp_path / "prepared")
     convert_model(model)
     assert not quantized_layers(model) and type(model.lm_head.weight) is nn.Parameter
-    converted = [
-        name for name, module in model.named_modules() if isinstance(getattr(module, "weight", None), LowBitTensor)
-    ]
-    assert converted == LAYERS and all(type(model.get_submodule(name)) is nn.Linear for name in LAYERS)
-    for given, logits in zip((tokens, tokens[:, :3]), expected, strict=True):
-        assert torch.equal(model(given).logits, logits)
+    weights = {name: module.weight for name, module in model.named_modules() if type(module) is nn.Linear}
+    assert [name for name, weight in weights.items() if isinstance(weight, LowBitTensor)] == LAYERS
+    for given, theirs in zip((tokens, tokens[:, :3]), expected, strict=True):
+        assert torch.equal(logits(model, given), theirs)
         with torch.inference_mode():
-            assert torch.equal(model(given).logits, logits)
+            assert torch.equal(model(given).logits, theirs)
+    # Of which an export consists.
     assert bits(iter_checkpoint_tensors(model, dtype)) == published
     assert quantization_config(Inventory.of(model)) == config
-    export_checkpoint(model, tmp_path / "converted")
-    steps = ("prepared", "converted")
-    assert_equal(*(AutoModelForCausalLM.from_pretrained(tmp_path / step).state_dict() for step in steps))
 
 
-def test_conversion_without_preparation_or_twice_is_refused():
-    model = tiny()
+def test_conversion_without_preparation_is_refused():
     with pytest.raises(ValueError, match="no prepared layer.*prepare_model"):
-        convert_model(model)
-    prepare_model(model, "w4a16")
-    convert_model(model)
-    with pytest.raises(ValueError, match="converted already"):
-        prepare_model(model, "w4a16")
+        convert_model(tiny())

@@ -38,22 +38,11 @@ def test_linear_is_our_product_with_gradients_to_input_and_bias(name, dtype, row
         assert (actual.double() - expected).norm() <= tolerance * expected.norm()
 
 
-def test_linear_keeps_leading_dimensions_and_follows_autocast():
-    weight, x = make(), torch.randn(2, 3, 256)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = F.linear(x, weight)
-    assert y.shape == (2, 3, 96) and torch.equal(y, F.linear(x.bfloat16(), weight))
-
-
 def test_what_the_engine_multiplies_by_is_computed_once():
     for name in QUANTIZED:
         weight = make(name)
         assert (weight.gemm_weight() is weight) == (name != "w4a8")
         assert weight.gemm_weight() is weight.gemm_weight()
-    calls = []
-    for _ in range(2):
-        weight.cached(calls.append)
-    assert len(calls) == 1
 
 
 def test_a_weight_that_asks_for_a_gradient_is_refused():
@@ -69,14 +58,9 @@ def test_a_weight_that_asks_for_a_gradient_is_refused():
     [
         lambda weight: weight + 1,
         lambda weight: weight.t(),
-        lambda weight: torch.randn(4, 256) @ weight.t(),
         lambda weight: weight.mul_(2),
-        lambda weight: weight.zero_(),
-        lambda weight: weight[0],
         lambda weight: weight.view(-1),
-        lambda weight: weight.numpy(),
         lambda weight: weight.to(torch.int8),
-        lambda weight: weight.copy_(torch.zeros(96, 256)),
         lambda weight: weight.copy_(make("w8a16")),
         lambda weight: torch.zeros(96, 256).copy_(weight),
         lambda weight: F.linear(weight, torch.randn(4, 256)),

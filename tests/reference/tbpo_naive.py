@@ -27,21 +27,19 @@ def naive_tbpo(
     mismatch_cap,
 ):
     """
-    All tensors as nested lists, `sampling_logps` may be None. Returns the loss, its gradient with respect to `logps`
-    as a nested list, and one dict per sequence with `ratio`, `weight` and `region`, its part of the band.
+    All tensors as nested lists. Returns the loss, its gradient with respect to `logps` as a nested list, and for each
+    sequence its ratio, NaN if it is empty, and its region, a part of the band.
     """
     batch_size = len(logps)
-    loss, gradient, sequences = 0.0, [], []
+    loss, gradient, ratios, regions = 0.0, [], [], []
     for i in range(batch_size):
         advantage = advantages[i]
         length = sum(1 for m in mask[i] if m != 0)
         log_ratio = naive_log_ratio(logps[i], old_logps[i], mask[i])
         ratio = math.exp(log_ratio)
 
-        weight = 1.0
-        if sampling_logps is not None:
-            log_weight = naive_log_ratio(old_logps[i], sampling_logps[i], mask[i])
-            weight = math.exp(min(max(log_weight, -math.log(mismatch_cap)), math.log(mismatch_cap)))
+        log_weight = naive_log_ratio(old_logps[i], sampling_logps[i], mask[i])
+        weight = math.exp(min(max(log_weight, -math.log(mismatch_cap)), math.log(mismatch_cap)))
 
         if length == 0:
             region, clipped = "empty", 0.0
@@ -65,5 +63,6 @@ def naive_tbpo(
             else:
                 row.append(0.0)
         gradient.append(row)
-        sequences.append({"ratio": ratio, "weight": weight, "region": region})
-    return loss, gradient, sequences
+        ratios.append(ratio if length else math.nan)
+        regions.append(region)
+    return loss, gradient, ratios, regions

@@ -3,7 +3,6 @@
 import copy
 import threading
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from trl.trainer.utils import RepeatSampler
 
 from testing_utils import logged, make_vllm_trainer
 from testing_utils.played_server import weights
+from testing_utils.trainings import bands
 from trl_qarl.bitwise import cpu as kernels
 from trl_qarl.engines.background import BackgroundCall
 from trl_qarl.rollout.ahead import NextPrompts
@@ -26,17 +26,6 @@ pytest.importorskip("vllm")
 needs_engine_numerics = pytest.mark.skipif(
     kernels.reason_not_to_call() is not None, reason=str(kernels.reason_not_to_call())
 )
-
-# Three epochs of two generation batches with two updates each.
-EPOCHS = {
-    "rollout_ahead": 1,
-    "per_device_train_batch_size": 8,
-    "num_generations": 2,
-    "steps_per_generation": 2,
-    "max_steps": 12,
-    "save_strategy": "steps",
-    "save_steps": 1,
-}
 
 
 class Boundaries(TrainerCallback):
@@ -110,8 +99,9 @@ def test_weights_of_the_batch_before_draw_and_score_a_batch(make_played_trainer,
 
 @pytest.mark.slow
 def test_a_run_resumed_anywhere_reaches_the_same_weights(make_played_trainer):
-    """Within a generation batch and at the end of an epoch, of three, with evaluations."""
-    options = EPOCHS | {"eval_strategy": "steps", "eval_steps": 3}
+    """Within a generation batch and at the end of an epoch, of three with two batches each, with evaluations."""
+    options = {"rollout_ahead": 1, "per_device_train_batch_size": 8, "num_generations": 2, "steps_per_generation": 2}
+    options |= {"max_steps": 12, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 3}
     whole, _ = make_played_trainer("whole", **options)
     batches, _ = record(whole)
     whole.train()
@@ -206,8 +196,7 @@ def test_a_callbacks_weights_draw_the_next_batch(make_played_trainer, monkeypatc
 def test_a_synced_reference_is_of_the_batchs_update(make_played_trainer):
     """As without batches that are drawn ahead: old log-probs alone are of earlier weights."""
     reference = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
-    # Each update changes the weights.
-    reference |= dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 1.0)
+    reference |= bands(1.0)
     trainer, server = make_played_trainer(rollout_ahead=1, max_steps=4, learning_rate=1e-2, **reference)
     batches, states = record(trainer)
     trainer.train()
@@ -294,19 +283,14 @@ def test_the_next_prompts_are_those_of_the_loader(num_processes, num_repeats, ac
             num_updates += -(-len(order) // accumulation)
 
 
-@pytest.fixture
-def make_exact_trainer(tmp_path, monkeypatch, warm):
-    """Makes a trainer with engine numerics and evaluations, which publish other weights; its server is a real one."""
-    options = {"bf16": True, "numerics": "exact", "learning_rate": 1e-2}
-    options |= {"per_device_eval_batch_size": 4, "eval_strategy": "steps"} | warm.serve(monkeypatch)
-    return partial(make_vllm_trainer, tmp_path, "qwen3", **options)
-
-
 @pytest.mark.slow
 @needs_engine_numerics
 @pytest.mark.xdist_group("warm_servers")
-def test_a_servers_log_probs_are_of_the_drawing_weights(make_exact_trainer):
-    trainer = make_exact_trainer(rollout_ahead=1, max_steps=8, eval_steps=3)
+def test_a_servers_log_probs_are_of_the_drawing_weights(tmp_path, monkeypatch, warm):
+    """Between evaluations, which publish other weights."""
+    options = {"bf16": True, "numerics": "exact", "learning_rate": 1e-2, "rollout_ahead": 1, "max_steps": 8}
+    options |= {"per_device_eval_batch_size": 4, "eval_strategy": "steps", "eval_steps": 3} | warm.serve(monkeypatch)
+    trainer = make_vllm_trainer(tmp_path, "qwen3", **options)
     backend = trainer.vllm_generation
     backend.sync_weights()
     # Long enough to be aborted on the way.

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from testing_utils import logged, make_vllm_trainer
+from testing_utils.trainings import bands
 from trl_qarl import load_engine
 from trl_qarl.bitwise import cpu as kernels
 from trl_qarl.checkpoint.load import load_frozen_model
@@ -54,8 +55,7 @@ CASES = {
     ],
 )
 def test_a_policy_trains_exactly_and_its_export_agrees(tmp_path, options, expected):
-    # Bands that drop nothing: an update without a gradient would flip no code.
-    options = options | dict.fromkeys(("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"), 1.0)
+    options = options | bands(1.0)
     trainer = make_vllm_trainer(
         tmp_path, "qwen3", vllm_mode="colocate", bf16=True, numerics="exact", learning_rate=1e-2, **options
     )

@@ -7,7 +7,7 @@ from testing_utils import logged, make_vllm_trainer
 from trl_qarl.quantization.swap import quantized_forward
 
 
-colocated = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("quick_engines")]
 
 
 @pytest.fixture(autouse=True)
@@ -32,36 +32,34 @@ def check_rollouts(trainer):
     assert max(logged(trainer, "quant/code_flip_rate")) > 0
 
 
-@pytest.mark.usefixtures("quick_engines")
-class TestColocated:
-    pytestmark = colocated
+def test_rollouts_follow_the_learner(tmp_path):
+    trainer = make_vllm_trainer(tmp_path, scheme="w8a8", vllm_mode="colocate", loss_type="dapo")
+    trainer.train()
+    check_rollouts(trainer)
 
-    def test_rollouts_follow_the_learner(self, tmp_path):
-        trainer = make_vllm_trainer(tmp_path, scheme="w8a8", vllm_mode="colocate", loss_type="dapo")
-        trainer.train()
-        check_rollouts(trainer)
 
-    def test_completions_that_end_at_a_stop_token_are_not_truncated(self, tmp_path):
-        """Half of all tokens end a completion, so few reach the limit."""
-        options = {"mask_truncated_completions": True, "max_steps": 1, "max_completion_length": 16}
-        kwargs = {"stop_token_ids": [*range(4, 132)]}
-        trainer = make_vllm_trainer(tmp_path, "qwen2", vllm_mode="colocate", generation_kwargs=kwargs, **options)
-        trainer.train()
-        assert logged(trainer, "completions/clipped_ratio")[0] < 0.5 and logged(trainer, "grad_norm")[0] > 0
+def test_completions_that_end_at_a_stop_token_are_not_truncated(tmp_path):
+    """Half of all tokens end a completion, so few reach the limit."""
+    options = {"mask_truncated_completions": True, "max_steps": 1, "max_completion_length": 16}
+    kwargs = {"stop_token_ids": [*range(4, 132)]}
+    trainer = make_vllm_trainer(tmp_path, "qwen2", vllm_mode="colocate", generation_kwargs=kwargs, **options)
+    trainer.train()
+    assert logged(trainer, "completions/clipped_ratio")[0] < 0.5 and logged(trainer, "grad_norm")[0] > 0
 
-    def test_an_unquantized_learner_runs_its_masters(self, tmp_path):
-        trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", quantize_learner=False)
-        trainer.train()
-        assert min(logged(trainer, "mismatch/abs_logp_mean")) > 1e-3
-        assert logged(trainer, "rollout/weight_version") == [0, 2]
-        assert max(logged(trainer, "quant/code_flip_rate")) > 0
-        trainer.model.train()
-        batch = trainer._generate_and_score_completions([{"prompt": "1 +"}] * 8)
-        with quantized_forward(trainer.model), torch.no_grad():
-            low_bit, _, _ = trainer._score(trainer.model, batch)
-        mask, sampling = batch["completion_mask"].bool(), batch["sampling_per_token_logps"]
-        assert (low_bit - sampling)[mask].abs().max() < 1e-5
-        assert (batch["old_per_token_logps"] - sampling)[mask].abs().mean() > 1e-3
+
+def test_an_unquantized_learner_runs_its_masters(tmp_path):
+    trainer = make_vllm_trainer(tmp_path, vllm_mode="colocate", quantize_learner=False)
+    trainer.train()
+    assert min(logged(trainer, "mismatch/abs_logp_mean")) > 1e-3
+    assert logged(trainer, "rollout/weight_version") == [0, 2]
+    assert max(logged(trainer, "quant/code_flip_rate")) > 0
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions([{"prompt": "1 +"}] * 8)
+    with quantized_forward(trainer.model), torch.no_grad():
+        low_bit, _, _ = trainer._score(trainer.model, batch)
+    mask, sampling = batch["completion_mask"].bool(), batch["sampling_per_token_logps"]
+    assert (low_bit - sampling)[mask].abs().max() < 1e-5
+    assert (batch["old_per_token_logps"] - sampling)[mask].abs().mean() > 1e-3
 
 
 @pytest.fixture(scope="class")
@@ -71,12 +69,9 @@ def trainer(tmp_path_factory):
     return trainer
 
 
-@pytest.mark.usefixtures("quick_engines")
 @pytest.mark.xdist_group("colocated")
 class TestOneTraining:
     """In order: each test goes on with the trainer and the engine that the one before has left."""
-
-    pytestmark = colocated
 
     def test_rollouts_follow_the_learner(self, trainer):
         check_rollouts(trainer)

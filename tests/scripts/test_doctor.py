@@ -46,6 +46,26 @@ def test_the_base_of_an_adapter_is_named(tmp_path, monkeypatch, capsys, command)
     assert "adapter is an adapter. Name its base, 'its/base'." in refused(capsys, *command.split())
 
 
+@pytest.mark.parametrize(
+    ("arch", "cls", "text"),
+    [
+        ("t5", "T5ForConditionalGeneration", "a T5ForConditionalGeneration, whose decoder reads an encoder's output"),
+        ("qwen3", "Qwen3ForSequenceClassification", "a Qwen3ForSequenceClassification, which generates no text"),
+    ],
+)
+def test_what_no_training_takes_is_named(tmp_path, capsys, arch, cls, text):
+    make_tiny_config(arch, architectures=[cls]).save_pretrained(tmp_path)
+    assert text in refused(capsys, "doctor", str(tmp_path))
+
+
+def test_a_package_that_a_model_needs_is_named(config_only, monkeypatch, capsys):
+    def need(*args):
+        raise ImportError("\nIts tower requires timm.\n")
+
+    monkeypatch.setattr("trl_qarl.doctor.memory.skeleton", need)
+    assert "Its tower requires timm." in refused(capsys, "doctor", str(config_only))
+
+
 def test_every_scheme_has_a_kernel_here(capsys):
     assert main(["doctor"]) == 0
     found = re.findall(r"^ok +kernel of ([\w-]+): ", capsys.readouterr().out, re.MULTILINE)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from testing_utils import refused
+from testing_utils import make_own_code, refused
 from testing_utils.trainings import RECORD, SIGNED
 from trl_qarl.cli import main
 from trl_qarl.scripts import export
@@ -29,12 +29,22 @@ def test_an_export_is_not_exported_again(tiny_model, tmp_path, capsys):
     assert "is a low-bit checkpoint already" in refused(capsys, "export", *argv)
 
 
+def test_code_next_to_the_weights_is_served_with_them(tmp_path, capsys):
+    """By the command that is printed, as by that of the card."""
+    out = tmp_path / "out"
+    argv = ["--model_name_or_path", make_own_code(tmp_path), "--trust_remote_code", "--scheme", "w4a16"]
+    assert main(["export", *argv, "--output_dir", str(out)]) == 0
+    assert f"To serve it: vllm serve {out} --trust-remote-code\n" in capsys.readouterr().out
+    assert "\nvllm serve out --trust-remote-code\n" in (out / "README.md").read_text()
+
+
 def test_folders_are_judged_before_masters_are_read(tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(export, "_policy_of_masters", lambda *_: pytest.fail("read"))
     argv = ["--model_name_or_path", tiny_model, "--scheme", "w4a16", "--output_dir"]
     assert "holds other weights" in refused(capsys, "export", *argv, tiny_model)
     (tmp_path / "file").touch()
     assert "file is a file. Name another one." in refused(capsys, "export", *argv, str(tmp_path / "file"))
+    assert "'' is no folder" in refused(capsys, "export", *argv, "")
 
 
 def test_half_a_last_line_keeps_the_results_of_a_card(tiny_model, tmp_path):

@@ -5,14 +5,19 @@ import os
 import re
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
+from datasets import Dataset, DatasetDict
+from safetensors.torch import load_file
 from trl import GRPOConfig
+from trl.rewards import accuracy_reward
 
 from testing_utils import refused
 from testing_utils.trainings import assert_equal
 from trl_qarl import QaRLConfig
 from trl_qarl.checkpoint import marker
+from trl_qarl.checkpoint.export import is_export
 from trl_qarl.checks.problems import raise_problems
 from trl_qarl.cli import main
 from trl_qarl.options import own_options
@@ -48,11 +53,7 @@ def test_error_of_a_reward_function_keeps_its_traceback(train_argv, tmp_path, mo
 
 
 def test_reward_functions_are_looked_up_as_in_trl(tmp_path, monkeypatch):
-    from trl.rewards import accuracy_reward
-
-    (tmp_path / "rewards_of_a_user.py").write_text(
-        "def constant(completions, **kwargs): return [1.0 for _ in completions]"
-    )
+    (tmp_path / "rewards_of_a_user.py").write_text("def constant(completions): return [1.0] * len(completions)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     names = [*train.REWARDS, "rewards_of_a_user.constant"]
@@ -66,8 +67,6 @@ def test_reward_functions_are_looked_up_as_in_trl(tmp_path, monkeypatch):
 
 
 def test_a_plan_survives_command_checkpoint_and_export(train_argv, tmp_path, capsys):
-    from safetensors.torch import load_file
-
     run, out = tmp_path / "run", tmp_path / "low_bit"
     mapping = {"re:.*mlp.*": {"scheme": "w4a16", "group_size": 32}, "re:.*self_attn.*": "w8a8"}
     kept = "re:model[.]layers[.]0[.].*"
@@ -99,14 +98,11 @@ def test_a_plan_survives_command_checkpoint_and_export(train_argv, tmp_path, cap
 
 
 def test_training_ends_with_an_export(train_argv, tmp_path, capsys):
-    from trl_qarl.checkpoint.export import is_export
-
     run_training([*train_argv, "--max_steps", "1", "--bf16", "true"])
     output, folder = capsys.readouterr().out, tmp_path / "run" / "w4a16"
     assert is_export(folder) and (folder / "tokenizer.json").is_file()
-    assert re.search(
-        rf"Policy \(w4a16\) exported to {folder} \(\d\.\d MiB\). To serve it: vllm serve {folder}\n", output
-    )
+    said = rf"Policy \(w4a16\) exported to {folder} \(\d\.\d MiB\). To serve it: vllm serve {folder}\n"
+    assert re.search(said, output)
 
     argv = [*train_argv, "--max_steps", "1", "--export_dir", str(tmp_path / "policy")]
     run_training([*argv, "--scheme", "bf16", "--bf16", "false"])
@@ -120,8 +116,6 @@ def test_training_ends_with_an_export(train_argv, tmp_path, capsys):
 
 def test_adapter_training_ends_with_base_and_adapter(train_argv, tmp_path, capsys):
     pytest.importorskip("peft")
-    from safetensors.torch import load_file
-
     lora = ["--use_peft", "--lora_r", "20", "--lora_alpha", "40", "--lora_target_modules", "all-linear"]
     run_training([*train_argv, "--max_steps", "1", "--learning_rate", "1e-3", *lora])
     output, run = capsys.readouterr().out, tmp_path / "run"
@@ -142,33 +136,31 @@ def test_a_push_without_an_export_is_refused(train_argv, hub, capsys):
     assert "--export_dir=none with --push_to_hub: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
-def test_dataset_may_be_a_file(tiny_dataset, tmp_path, ending):
-    from datasets import load_dataset
+def load(name):
+    options = Namespace(dataset_name=str(name), dataset_config=None, dataset_streaming=False)
+    return train._load_dataset(options, Namespace(datasets=None))
 
-    problems = load_dataset(tiny_dataset, split="train")
-    path = str(tmp_path / f"problems.{ending}")
-    {"parquet": problems.to_parquet, "jsonl": problems.to_json, "csv": problems.to_csv}[ending](path)
-    options = Namespace(dataset_name=path, dataset_config=None, dataset_streaming=False)
-    loaded = train._load_dataset(options, Namespace(datasets=None))
-    assert loaded["train"]["prompt"] == problems["prompt"]
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows[1].jsonl", "rows.csv", "split", "splits"])
+def test_a_dataset_may_be_a_file_or_saved(tmp_path, name):
+    rows = Dataset.from_dict({"prompt": ["1 +", "2 +"]})
+    writers = {".parquet": rows.to_parquet, ".jsonl": rows.to_json, ".csv": rows.to_csv}
+    saved = DatasetDict({"train": rows}) if name == "splits" else rows
+    writers.get(Path(name).suffix, saved.save_to_disk)(tmp_path / name)
+    assert load(tmp_path / name)["train"]["prompt"] == rows["prompt"]
 
 
 def test_a_folder_with_the_name_of_a_builder_is_read(tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "rows.jsonl").write_text('{"prompt": "1 + 1 ="}\n')
     monkeypatch.chdir(tmp_path)
-    options = Namespace(dataset_name="text", dataset_config=None, dataset_streaming=False)
-    assert train._load_dataset(options, Namespace(datasets=None))["train"][:] == {"prompt": ["1 + 1 ="]}
+    assert load("text")["train"][:] == {"prompt": ["1 + 1 ="]}
 
 
 def test_an_unresumable_checkpoint_is_one_line(train_argv, capsys):
     run_training([*train_argv, "--max_steps", "1"])
     for options, message in (
-        (
-            ["--scheme", "fp8", "--resume_from_checkpoint", "last"],
-            r"trained with other settings \(scheme='w4a16' there, 'fp8' here",
-        ),
+        (["--scheme", "fp8", "--resume_from_checkpoint", "last"], "other settings .scheme='w4a16' there, 'fp8' here"),
         (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere' is not a folder"),
     ):
         capsys.readouterr()
@@ -190,16 +182,14 @@ def test_rewards_are_found_beside_the_command_and_in_a_yaml(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("option", "content", "said"),
     [
-        ("!!python/object:os.system {}", "cannot be read: could not determine a constructor for the tag"),
-        ("a: [", "cannot be read: while parsing"),
-        ("", "holds no options"),
-        ("- a", "holds no options"),
+        ("--config_file", "a: [", "cannot be read: while parsing"),
+        ("--accelerate_config", "!!python/object:os.system {}", "cannot be read: could not determine a constructor"),
+        ("--accelerate_config", "", "holds no options"),
     ],
 )
-@pytest.mark.parametrize("option", ["--config_file", "--accelerate_config"])
-def test_a_launch_file_that_cannot_be_read_is_one_line(train_argv, tmp_path, capsys, content, said, option):
+def test_a_launch_file_that_cannot_be_read_is_one_line(train_argv, tmp_path, capsys, option, content, said):
     path = tmp_path / "launch.yaml"
     path.write_text(content)
     error = refused(capsys, "train", *train_argv, option, str(path))

@@ -23,61 +23,62 @@ def option(argv, name):
     return argv[argv.index(name) + 1]
 
 
+@pytest.fixture
+def printed(capsys):
+    """The command that starts the server of a model with these options."""
+
+    def run(model, *options):
+        assert main(["vllm-serve", "--model", str(model), "--print_command", *options]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
 def play_gpu(monkeypatch, capability, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
 
 
-def test_a_server_starts_with_the_adapters_rank_and_layers(tmp_path, capsys):
+def test_a_server_starts_with_the_adapters_rank_and_layers(tmp_path, printed):
     argv, _ = build_server_command(EngineSpec("m", lora=arguments_for(16, ["o_proj", "q_proj"])))
     assert "--enable-lora" in argv and option(argv, "--max-loras") == "1" and option(argv, "--max-lora-rank") == "16"
     start = argv.index("--lora-target-modules") + 1
     assert argv[start : start + 2] == ["o_proj", "q_proj"]
     assert not any("lora" in argument for argument in build_server_command(EngineSpec("m"))[0])
 
-    def printed(*options):
-        parser = vllm_serve.make_parser("trl-qarl vllm-serve")
-        assert vllm_serve.main(*parser.parse_known_args([*options, "--print_command"])) == 0
-        return capsys.readouterr().out
-
     model = make_tiny_model(tmp_path)
-    command = printed("--model", model, "--max_lora_rank", "8", "--dtype", "float32")
+    command = printed(model, "--max_lora_rank", "8", "--dtype", "float32")
     assert " --dtype float32 " in command
     assert "--lora-target-modules down_proj gate_proj k_proj o_proj q_proj up_proj v_proj" in command
     # A low-bit checkpoint as the adapter's base: its own scheme counts.
     learner = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     prepare_model(learner, "w8a8", scale_dtype=torch.float32)
     folder = str(export_checkpoint(learner, tmp_path / "low", dtype=torch.float32))
-    assert '"num_bits": 8' in printed("--model", folder, "--max_lora_rank", "8")
+    assert '"num_bits": 8' in printed(folder, "--max_lora_rank", "8")
 
 
 @pytest.mark.parametrize(
     ("options", "swap"),
     [
         (["--scheme", "w4a16"], {"scheme": "w4a16"}),
-        (
-            ["--scheme", "fp8", "--exclude_modules", "o_proj", "down_proj"],
-            {"scheme": "fp8", "exclude_modules": ["o_proj", "down_proj"]},
-        ),
+        (["--scheme", "fp8", "--exclude_modules", "o_proj"], {"scheme": "fp8", "exclude_modules": ["o_proj"]}),
         (["--exclude_modules", r".*\.0\..*_proj"], {"scheme": "w4a16", "exclude_modules": r".*\.0\..*_proj"}),
     ],
 )
-def test_the_engine_is_quantized_as_the_learner_will_be(tmp_path, capsys, options, swap):
+def test_the_engine_is_quantized_as_the_learner_will_be(tmp_path, printed, options, swap):
     # 192 = 1.5 * 128: some layers fall back to a smaller group.
     path = make_tiny_model(tmp_path, "qwen3", hidden_size=192, intermediate_size=320)
-    assert main(["vllm-serve", "--model", path, "--print_command", *options]) == 0
-    command = capsys.readouterr().out
+    command = printed(path, *options)
     model = AutoModelForCausalLM.from_pretrained(path)
     prepare_model(model, **swap)
     assert json.dumps({"quantization_config": quantization_config(Inventory.of(model))}) in command
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
-def test_the_vision_tower_is_served_in_high_precision(tmp_path, capsys, kind):
+def test_the_vision_tower_is_served_in_high_precision(tmp_path, printed, kind):
     make_picture_config(kind).save_pretrained(tmp_path)
-    assert main(["vllm-serve", "--model", str(tmp_path), "--scheme", "w8a16", "--print_command"]) == 0
-    command = capsys.readouterr().out
+    command = printed(tmp_path, "--scheme", "w8a16")
     model = make_picture_model(kind)
     prepare_model(model, "w8a16")
     config = quantization_config(Inventory.of(model))
@@ -85,21 +86,18 @@ def test_the_vision_tower_is_served_in_high_precision(tmp_path, capsys, kind):
     assert "--enable-scale-out" in command and "--no-mm-device-do-normalize" in command
 
 
-def test_unquantized_needs_no_overrides(tmp_path, capsys):
-    path = make_tiny_model(tmp_path)
-    assert main(["vllm-serve", "--model", path, "--scheme", "bf16", "--print_command", "--seed", "3"]) == 0
-    command = capsys.readouterr().out
+def test_unquantized_needs_no_overrides(tmp_path, printed):
+    command = printed(make_tiny_model(tmp_path), "--scheme", "bf16", "--seed", "3")
     assert "--hf-overrides" not in command and command.rstrip().endswith("--seed 3")
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5"])
-def test_an_address_others_can_reach_warns(tmp_path, capsys, monkeypatch, host):
+def test_an_address_others_can_reach_warns(tmp_path, capsys, monkeypatch):
     started = []
     monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
     path = make_tiny_model(tmp_path)
     arguments = ["vllm-serve", "--model", path, "--transfer_dir", str(tmp_path / "transfer")]
-    main([*arguments, "--host", host])
-    assert f"--host {host} lets other machines" in capsys.readouterr().err
+    main([*arguments, "--host", "0.0.0.0"])
+    assert "--host 0.0.0.0 lets other machines" in capsys.readouterr().err
     main(arguments)
     assert "warning" not in capsys.readouterr().err
     assert len(started) == 2
@@ -143,13 +141,11 @@ def test_a_scheme_unfit_for_the_gpu_ends_the_command(tmp_path, monkeypatch, caps
     assert "scheme 'fp8' does not run on NVIDIA A100 (compute capability 8.0)" in said
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w4a8-int8", "fp8"])
-def test_ranks_that_round_activations_apart_are_refused(tmp_path, capsys, scheme):
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
+def test_ranks_that_round_activations_apart_are_refused(tmp_path, capsys, printed, scheme):
     path = make_tiny_model(tmp_path, "qwen2")
-    command = ["vllm-serve", "--model", path, "--scheme", scheme, "--print_command"]
-    assert main(command) == 0
-    capsys.readouterr()
-    error = refused(capsys, *command, "-tp", "2")
+    printed(path, "--scheme", scheme)
+    error = refused(capsys, "vllm-serve", "--model", path, "--scheme", scheme, "--print_command", "-tp", "2")
     assert "tensor_parallel_size=2 with 8-bit activations" in error and "--data-parallel-size" in error
 
 

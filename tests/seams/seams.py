@@ -24,12 +24,23 @@ def imported_names(package):
     return sorted(found, key=str)
 
 
-def resolve(module, name):
-    """The object that `from module import name` gives."""
-    loaded = import_module(module)
-    if name is None or hasattr(loaded, name):
-        return loaded if name is None else getattr(loaded, name)
-    return import_module(f"{module}.{name}")
+def resolve(module, name=None):
+    """The object that `from module import name` gives, or an attribute of it if the `name` has dots."""
+    found = import_module(module)
+    for part in name.split(".") if name else ():
+        found = getattr(found, part) if hasattr(found, part) else import_module(f"{module}.{part}")
+    return found
+
+
+def rows(table):
+    """Lines of a table without its comments: a place, and what it has."""
+    return [line.split(maxsplit=1) for line in table.splitlines() if line and not line.startswith("#")]
+
+
+def lacking(place, *parts):
+    """Those of `parts` that the source of `module:name` does not have."""
+    source = inspect.getsource(inspect.unwrap(resolve(*place.split(":"))))
+    return [part for part in parts if part not in source]
 
 
 def without_place(overrider, *packages):

@@ -8,7 +8,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
-from seams import takes, without_place
+from seams import lacking, rows, takes, without_place
 from trl_qarl import QaRLTrainer
 from trl_qarl.engines.client import QaRLClient
 from trl_qarl.engines.transformers_rollout import OwnGenerationConfig, SamplingLogProbs
@@ -45,34 +45,26 @@ def test_forward_arguments_of_trl_reach_the_scoring():
     assert names - own == set(FORWARD_KEYS)
 
 
-@pytest.mark.parametrize(
-    ("function", "line"),
-    [
-        # `record_sampling_logps` shadows `generate` of the unwrapped model.
-        (GRPOTrainer._generate_single_turn, "unwrapped_model.generate("),
-        # `QaRLVLLMGeneration`.
-        (VLLMGeneration.__init__, "self._init_vllm()"),
-        (GRPOTrainer._generate_single_turn, "self.state.global_step != self._last_loaded_step"),
-        # The exception that `EngineLost` is, sent in place of completions, is raised where they are iterated.
-        (VLLMGeneration.generate, "for ids in all_prompt_ids"),
-        # `Recorder.observe_rewards`: gathered from all processes, by the functions' names, and NaN for `None`.
-        (
-            GRPOTrainer._generate_and_score_completions,
-            'self._logs["rewards"][name].extend(rewards_per_func[:, i].tolist())',
-        ),
-        # How the forward that scores a rollout is told from that of the loss.
-        (GRPOTrainer._compute_loss, "compute_entropy=True"),
-        (VLLMClient.__init__, "self.check_server("),
-        (VLLMClient.update_named_params, "_updating_weights"),
-        # Where a refusal is heard while NCCL still waits.
-        (VLLMClient.update_named_params, "executor.submit("),
-        (VLLMClient.update_named_params, "self._post"),
-        (VLLMClient.init_communicator, "executor.submit("),
-        (VLLMClient.init_communicator, "self._post"),
-    ],
-)
-def test_functions_have_the_lines_that_we_rely_on(function, line):
-    assert line in inspect.getsource(function)
+TRAINER, GENERATION = "trl.trainer.grpo_trainer:GRPOTrainer", "trl.generation.vllm_generation:VLLMGeneration"
+CLIENT = "trl.generation.vllm_client:VLLMClient"
+SOURCES = f"""
+# `record_sampling_logps` shadows `generate` of the unwrapped model
+{TRAINER}._generate_single_turn unwrapped_model.generate( | self.state.global_step != self._last_loaded_step
+{GENERATION}.__init__ self._init_vllm()
+# The exception that `EngineLost` is, sent in place of completions, is raised where they are iterated
+{GENERATION}.generate for ids in all_prompt_ids
+# How the forward that scores a rollout is told from that of the loss
+{TRAINER}._compute_loss compute_entropy=True
+{CLIENT}.__init__ self.check_server(
+# Where a refusal is heard while NCCL still waits
+{CLIENT}.update_named_params _updating_weights | executor.submit( | self._post
+{CLIENT}.init_communicator executor.submit( | self._post
+"""
+
+
+@pytest.mark.parametrize(("place", "parts"), rows(SOURCES))
+def test_sources_have_the_parts_that_we_rely_on(place, parts):
+    assert lacking(place, *parts.split(" | ")) == []
 
 
 def test_generation_takes_no_logits_processor():
@@ -81,7 +73,6 @@ def test_generation_takes_no_logits_processor():
 
 
 def test_the_generation_backend_has_the_replaced_methods():
-    """`replaced` and `QaRLVLLMGeneration`."""
     assert grpo_trainer.VLLMGeneration is VLLMGeneration
     assert {"sync_weights", "generate", "_init_vllm"} <= vars(VLLMGeneration).keys()
 

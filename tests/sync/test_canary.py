@@ -30,8 +30,8 @@ class Engine:
         self.num_cleared += 1
 
 
-def make_canary():
-    canary = Canary(torch.nn.Linear(1, 1), torch.float32, None)
+def make_canary(model=None):
+    canary = Canary(model or torch.nn.Linear(1, 1), torch.float32, None)
     canary.texts.append(_Text("publish/canary", [0] * 5, 4))
     return canary
 
@@ -70,10 +70,8 @@ def test_what_is_no_number_is_refused_and_goes_from_the_cache():
 def test_a_models_own_code_is_named_as_a_cause(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen2"))
     model._auto_class = "AutoModelForCausalLM"
-    canary = Canary(model, torch.float32, None)
-    canary.texts.append(_Text("publish/canary", [0] * 5, 4))
     with pytest.raises(PublishError, match="own code .trust_remote_code."):
-        canary.compare([(torch.zeros(4), 0.1)], Engine(torch.full((4,), 9.0)))
+        make_canary(model).compare([(torch.zeros(4), 0.1)], Engine(torch.full((4,), 9.0)))
 
 
 def test_without_a_tokenizer_nothing_is_compared():

@@ -7,7 +7,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from testing_utils import dead_prefix
-from trl_qarl.engines.server import ServerEngine
 from trl_qarl.sync import channels
 from trl_qarl.sync.channels import FileChannel, NCCLChannel, choose_channel
 from trl_qarl.wire.protocol import FILE_BACKEND, NCCL_BACKEND, PublishError
@@ -20,9 +19,6 @@ class Client:
     def __init__(self, directory, instance="0123456789abcdef"):
         self.transfer_dir, self.instance = str(directory), instance
         self.tensors, self.modes, self.failure = {}, [], None
-
-    def call_workers(self, method, **kwargs):
-        return [None]
 
     def control(self, path, body=None):
         if path == "/update_weights":
@@ -88,10 +84,7 @@ def test_a_full_transfer_directory_names_room_and_remedy(tmp_path, monkeypatch):
     for part in (str(tmp_path), "1.0 MiB", "No space left", "64 MiB are free", "--transfer_dir", "--shm-size"):
         assert part in str(caught.value)
     assert os.listdir(tmp_path) == []
-
-
-def test_a_transfer_directory_that_went_away_is_a_publish_error(tmp_path):
-    with pytest.raises(PublishError, match="gone.*could not be written|could not be written.*gone"):
+    with pytest.raises(PublishError, match="could not be written .*gone"):
         FileChannel(Client(tmp_path / "gone")).send([("a", torch.ones(4))])
 
 
@@ -114,13 +107,6 @@ def test_a_transfer_directory_that_was_there_is_made_again(tmp_path, caplog):
     os.symlink(tmp_path, client.transfer_dir)
     with pytest.raises(ValueError, match="is a link"):
         transport.begin()
-
-
-def test_a_weight_sync_aborts_the_requests_of_others(tmp_path):
-    client, asked = Client(tmp_path), []
-    client.control = lambda path, body=None: asked.append(path)
-    ServerEngine(client, FileChannel(client)).begin()
-    assert asked[0] == "/pause?mode=abort"
 
 
 class Described:

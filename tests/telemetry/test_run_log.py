@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from testing_utils import make_problems, make_trainer, stop_at
+from testing_utils import make_problems, make_trainer
 from trl_qarl.telemetry.run_log import to_row
 
 
@@ -82,14 +82,3 @@ def test_run_file_says_what_was_run(tiny_model, tmp_path):
         "max_steps": 1,
     }
     assert {"python", "trl-qarl", "torch", "transformers", "trl"} <= versions.keys()
-
-
-@pytest.mark.slow
-def test_resumed_run_appends(tiny_model, tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    make(tiny_model, tmp_path, callbacks=[stop_at(2)], **saving).train()
-    before = read(tmp_path / "metrics.jsonl")
-    make(tiny_model, tmp_path, **saving).train(resume_from_checkpoint=True)
-    rows = read(tmp_path / "metrics.jsonl")
-    assert rows[: len(before)] == before
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]

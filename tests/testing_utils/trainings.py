@@ -1,12 +1,15 @@
 """Trainings that several files of tests make, and what is read of them."""
 
+import math
 from dataclasses import fields
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from testing_utils import TRAINING, make_problems, make_trainer, spread
 from trl_qarl.quantization.schemes import SCHEMES
+from trl_qarl.quantization.storage import storage_of, whole
 from trl_qarl.trainer.qarl_config import QaRLConfig
 
 
@@ -25,11 +28,14 @@ def config(output_dir, **kwargs):
     return QaRLConfig(str(output_dir), use_cpu=True, **kwargs)
 
 
+def bands(width):
+    """Options of TBPO's trust band. A wide one drops nothing, so that no update is without a gradient."""
+    return dict.fromkeys(("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high"), width)
+
+
 def _options(loss_type="tbpo", **given):
-    names = ("negative_epsilon_low", "negative_epsilon_high", "positive_epsilon_high")
-    bands = dict.fromkeys(names, 0.1) if loss_type == "tbpo" else {}
     # The same on every processor.
-    return {"bf16": True, "loss_type": loss_type} | bands | given
+    return {"bf16": True, "loss_type": loss_type} | (bands(0.1) if loss_type == "tbpo" else {}) | given
 
 
 def arguments(output_dir, **kwargs):
@@ -63,6 +69,34 @@ def assert_equal(ours, theirs):
     """Compare tensors by their names, exactly."""
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+class Masters(TrainerCallback):
+    """Keeps the masters of every step."""
+
+    def __init__(self):
+        self.at = {}
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.at[state.global_step] = [whole(p).detach().clone() for p in model.parameters()]
+
+    on_step_end = on_train_begin
+
+
+class Spoils(TrainerCallback):
+    """Puts a value that is not finite into a gradient, or a weight, of one update."""
+
+    def __init__(self, update, value=math.nan, of_weight=False):
+        self.update, self.value, self.of_weight = update, value, of_weight
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if state.global_step + 1 == self.update and not self.of_weight:
+            model.get_parameter("model.layers.1.mlp.up_proj.weight").grad[3, 5] = self.value
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.update and self.of_weight:
+            parameter = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+            storage_of(parameter).local(parameter).data.view(-1)[0] = self.value
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}

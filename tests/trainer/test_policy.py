@@ -8,21 +8,11 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from testing_utils import make_problems, make_tiny_config, make_trainer
-from testing_utils.trainings import SIGNED, lora
+from testing_utils.trainings import SIGNED
 from trl_qarl import QaRLConfig
+from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.swap import quantized_layers, restore_model
 from trl_qarl.trainer.policy import Policy
-
-
-def test_an_adapter_folder_is_loaded_with_given_arguments(tiny_model, tmp_path, caplog):
-    first = make_trainer(tiny_model, tmp_path / "first", peft_config=lora(), max_steps=1)
-    first.save_model(str(tmp_path / "adapter"))
-    caplog.clear()
-    given = {"attn_implementation": "eager"}
-    second = make_trainer(str(tmp_path / "adapter"), tmp_path / "second", model_init_kwargs=given)
-    assert second.policy.record() == first.policy.record()
-    assert second.model.get_base_model().config._attn_implementation == "eager"
-    assert "will be ignored" not in caplog.text
 
 
 def test_a_model_that_lost_layers_or_bits_is_not_trained(tiny_model, tmp_path):
@@ -55,12 +45,17 @@ def test_a_policy_needs_no_trainer(tiny_model, tmp_path):
     assert "quantization_config" in json.loads((folder / "config.json").read_text())
 
 
+LOW_BIT = {"targets": ["Linear"], "weights": SCHEMES["w4a16"].weight_args(128)}
+LOW_BIT = {"quant_method": "compressed-tensors", "config_groups": {"group_0": LOW_BIT}}
+
+
 @pytest.mark.vllm
-def test_a_class_that_vllm_cannot_run_is_named_without_weights(tmp_path):
-    make_tiny_config("doge", architectures=["DogeForCausalLM"]).save_pretrained(tmp_path / "model")
-    args = QaRLConfig(str(tmp_path / "out"), use_cpu=True, bf16=False, use_vllm=True, vllm_mode="colocate")
+@pytest.mark.parametrize("fields", [{}, {"quantization_config": LOW_BIT}], ids=["masters", "low bits"])
+def test_a_class_that_vllm_cannot_run_is_named_without_weights(tmp_path, fields):
+    config = make_tiny_config("doge", architectures=["DogeForCausalLM"], **fields)
+    config.save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="use_vllm=True: the installed vLLM has no class DogeForCausalLM"):
-        Policy(args).load(str(tmp_path / "model"))
+        make_trainer(str(tmp_path / "model"), tmp_path / "out", use_vllm=True, vllm_mode="colocate", bf16=False)
 
 
 def test_evaluation_and_export_have_the_bits_of_the_scheme(tiny_model, tmp_path):

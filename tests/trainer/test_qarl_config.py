@@ -82,25 +82,18 @@ def test_an_accelerator_is_used(tmp_path, monkeypatch):
     assert (c.use_cpu, c.bf16) == (False, True)
 
 
-@pytest.mark.parametrize(("launched", "given"), [("fp16", "bf16"), ("no", "bf16"), ("no", "no")])
-def test_a_given_precision_replaces_that_of_the_launch(tmp_path, monkeypatch, launched, given):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
-    assert QaRLConfig(str(tmp_path), bf16=given == "bf16").mixed_precision == given
-
-
-@pytest.mark.parametrize("launched", ["bf16", "fp16", "fp8"])
-def test_float32_in_a_launch_with_16_bits_is_refused(tmp_path, monkeypatch, launched):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
-    with pytest.raises(
-        ValueError, match=f"bf16=False, but accelerate was launched with `mixed_precision: {launched}`"
-    ):
-        QaRLConfig(str(tmp_path), bf16=False)
-
-
-def test_the_launch_decides_the_default_on_a_cpu(tmp_path, monkeypatch):
+def test_a_precision_agrees_with_that_of_the_launch(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_qarl.trainer.qarl_config.has_fast_bf16", lambda: False)
     assert not QaRLConfig(str(tmp_path), use_cpu=True).bf16
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    for launched, given in (("fp16", "bf16"), ("no", "bf16"), ("no", "no")):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+        assert QaRLConfig(str(tmp_path), bf16=given == "bf16").mixed_precision == given
+    for launched in ("fp16", "fp8", "bf16"):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+        said = f"bf16=False, but accelerate was launched with `mixed_precision: {launched}`"
+        with pytest.raises(ValueError, match=said):
+            QaRLConfig(str(tmp_path), bf16=False)
+    # On a CPU the launch decides the default.
     assert QaRLConfig(str(tmp_path), use_cpu=True).bf16
 
 

@@ -6,14 +6,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 from datasets import Dataset
+from torch import nn
 from trl import GRPOTrainer
 
 from testing_utils import fixed_completions, logged, make_trainer, make_vllm_trainer
 from testing_utils.trainings import count_tokens, lora, without_times
 from trl_qarl.bitwise import cpu as kernels
+from trl_qarl.quantization.swap import prepare_model
+from trl_qarl.quantization.versions import kept_version
 from trl_qarl.trainer import trainer_mixins
-from trl_qarl.trainer.scoring import ScoringPlan
-from trl_qarl.trainer.trainer_mixins import ScoresRollouts
+from trl_qarl.trainer.trainer_mixins import ScoresRollouts, ScoringPlan
 
 
 ENGINE = {"numerics": "engine", "bf16": True, "learning_rate": 1e-2, "max_steps": 4}
@@ -93,6 +95,22 @@ def test_one_sequence_of_later_updates_is_compared(tiny_model, tmp_path, monkeyp
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
     make_trainer(tiny_model, tmp_path, **(ENGINE | options)).train()
     assert rows == [(1, False), *[(4, True)] * 4] * 2
+
+
+def test_a_batch_drawn_ahead_is_scored_with_its_weights():
+    model = nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128))
+    prepare_model(model, "w8a16")
+    inputs = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    drawn, before = ScoringPlan("learner", 3, kept_version(model)), model(inputs)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1.5)
+    assert drawn.is_stale and not torch.equal(model(inputs), before)
+    with drawn.at_drawn(model):
+        assert torch.equal(model(inputs), before)
+    now = ScoringPlan("learner", 4)
+    with now.at_drawn(model):
+        assert not torch.equal(model(inputs), before)
 
 
 def of_some_prompts(prompts, completions, **kwargs):

@@ -71,34 +71,22 @@ def test_a_mixture_starts_beside_the_engine_of_a_dense_model(quick_engines, tmp_
 
 @needs_engine
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
+        ("down_proj.weight_scale", lambda t: [], "down_proj.weight_scale: the engine received nothing"),
         (
-            lambda n, t: [] if n.endswith("1.mlp.experts.*.down_proj.weight_scale") else [(n, t)],
-            "down_proj.weight_scale: the engine received nothing",
-        ),
-        (
-            lambda n, t: [
-                (
-                    n,
-                    t[[0, 1, 2, 4, 3, 5, 6, 7]]
-                    if n.endswith("1.mlp.experts.*.gate_proj|up_proj.weight_packed")
-                    else t,
-                )
-            ],
+            *("gate_proj|up_proj.weight_packed", lambda t: [t[[0, 1, 2, 4, 3, 5, 6, 7]]]),
             "model.layers.1.mlp.experts.3.gate_proj|up_proj.weight_packed: learner int32",
         ),
-        (
-            lambda n, t: [(n, t.flip(0) if n.endswith("0.mlp.gate.weight") else t)],
-            "model.layers.0.mlp.gate.weight: learner bfloat16",
-        ),
+        ("1.mlp.gate.weight", lambda t: [t.flip(0)], "model.layers.1.mlp.gate.weight: learner bfloat16"),
     ],
     ids=["missing", "two experts swapped", "router"],
 )
-def test_what_does_not_arrive_is_named_by_its_expert(publisher, change, message):
+def test_what_does_not_arrive_is_named_by_its_expert(publisher, name, change, message):
     update_masters(publisher.model, 2)
     publisher.engine._worker.weight_transfer_engine.published = {}
-    with tampered(publisher, change), pytest.raises(PublishError) as error:
+    spoil = lambda n, t: [(n, each) for each in (change(t) if "layers.1" in n and n.endswith(name) else [t])]  # noqa: E731
+    with tampered(publisher, spoil), pytest.raises(PublishError) as error:
         publisher.publish("damaged")
     assert message in str(error.value)
     assert publisher.publish("healed")["publish/canary_abs_logp"] == 0.0

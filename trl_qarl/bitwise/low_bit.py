@@ -101,14 +101,14 @@ def choose_cpu_weights(model: nn.Module, num_copies: int = 1, is_trained: bool =
     ] or [module.weight.numel() for module in inventory.quantizable.values() if isinstance(module, nn.Linear)]
     size = torch.bfloat16.itemsize if gemm.has_fast_bf16() else torch.float32.itemsize
     needed = size * sum(sizes) * num_copies
-    in_low_bits = {
-        id(p) for module in (inventory.layers or inventory.quantizable).values() for p in module.parameters()
-    }
-    reserved = sum(
+    layers = (inventory.layers or inventory.quantizable).values()
+    in_low_bits = {id(p) for module in layers for p in module.parameters()}
+
+    def bytes_of(p: nn.Parameter) -> int:
         # Products of an engine's other layers have copies of the size of expanded weights.
-        (12 * p.requires_grad if is_trained else 2 if id(p) in in_low_bits else size) * p.numel()
-        for p in model.parameters()
-    )
+        return 12 * p.requires_grad if is_trained else 2 if id(p) in in_low_bits else size
+
+    reserved = sum(bytes_of(p) * p.numel() for p in model.parameters())
     free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     form = "expanded" if needed + reserved <= free else "packed"
     logger.info(

@@ -75,6 +75,8 @@ def _leave_to_parent() -> None:
 
 def check_writable(folder: str | Path) -> None:
     """Raise `ValueError` if a folder cannot be made, or nothing be written to it."""
+    if folder == "":
+        raise ValueError("'' is no folder. Name one.")
     path = Path(folder).absolute()
     try:
         existing = next(each for each in (path, *path.parents) if each.exists())

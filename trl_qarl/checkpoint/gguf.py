@@ -118,9 +118,10 @@ def export_gguf(
             "A GGUF file has no place for an adapter next to the low-bit base. Train with lora_mode='merged'."
         )
     policy = _policy_tensors(inventory)
-    _check_base(base, inventory.model, policy, processing_class)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    _check_base(base, inventory.model, policy, tokenizer)
     _check_policy(policy)
-    own = _tokenizer_settings(getattr(processing_class, "tokenizer", processing_class))
+    own = {} if tokenizer is None else _tokenizer_settings(tokenizer)
     writer = gguf.GGUFWriter(path, _metadata(base, "general.architecture"))
     writer.data_alignment = base.alignment
     for field in base.fields.values():
@@ -139,8 +140,9 @@ def export_gguf(
     writer.add_file_type(_FILE_TYPES[matrices.most_common(1)[0][0]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for old in base.tensors:
-        is_replaced = old.name in policy
-        kind = gguf.GGMLQuantizationType[_kind(policy[old.name], dtype)] if is_replaced else old.tensor_type
+        kind = old.tensor_type
+        if old.name in policy:
+            kind = gguf.GGMLQuantizationType[_kind(policy[old.name], dtype)]
         size = gguf.quant_shape_to_byte_shape(_shape(old), kind)
         writer.add_tensor_info(old.name, size, np.dtype(np.uint8), math.prod(size), kind)
     with closing(writer):
@@ -201,10 +203,9 @@ def _bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (rounded.float() if tensor.ndim == 1 else rounded).contiguous().view(torch.uint8)
 
 
-def _check_base(base: "GGUFReader", model: Any, policy: dict[str, torch.Tensor], processing_class: Any) -> None:
+def _check_base(base: "GGUFReader", model: Any, policy: dict[str, torch.Tensor], tokenizer: Any) -> None:
     """Raise `ValueError` with all differences if the file is not of the model that was trained."""
     problems = [*_different_settings(base, model.config), *_different_tensors(base, model.config, policy)]
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if tokenizer is not None:
         theirs, added = _metadata(base, "tokenizer.ggml.tokens", []), tokenizer.get_added_vocab()
         ours = {token: index for token, index in tokenizer.get_vocab().items() if token not in added}
@@ -222,8 +223,6 @@ def _check_base(base: "GGUFReader", model: Any, policy: dict[str, torch.Tensor],
 
 def _tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
     """Return chat template and special tokens of a tokenizer by their names in GGUF, without those that it lacks."""
-    if tokenizer is None:
-        return {}
     found = {
         "tokenizer.chat_template": tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
         "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
@@ -288,17 +287,16 @@ def _check_policy(policy: dict[str, torch.Tensor]) -> None:
             raise ValueError(
                 f"{name} has {weight.shape[1]} input features, and blocks of GGUF have {_BLOCK}. Leave the layer out with `exclude_modules`."
             )
-    lost = {}
+    lost, dtype = [], None
     for name, weight in weights.items():
         scale = weight.scale
         if scale.is_floating_point() and (count := (scale.half().double() != scale.double()).sum().item()):
-            lost[name] = f"{name}: {count:,} of {scale.numel():,}"
+            lost.append(f"{name}: {count:,} of {scale.numel():,}")
+            dtype = str(scale.dtype).removeprefix("torch.")
     if lost:
-        dtype = weights[next(iter(lost))].scale.dtype
         raise ValueError(
-            f"GGUF has scales in fp16, which cannot represent all scales of {len(lost)} tensors in {str(dtype).removeprefix('torch.')} "
-            f"({', '.join([*lost.values()][:3])}{', ...' if len(lost) > 3 else ''}). Train and export in bfloat16: fp16 can represent "
-            "its scales from 7.6e-06 to 65504."
+            f"GGUF has scales in fp16, which cannot represent all scales of {len(lost)} tensors in {dtype} ({', '.join(lost[:3])}"
+            f"{', ...' if len(lost) > 3 else ''}). Train and export in bfloat16: fp16 can represent its scales from 7.6e-06 to 65504."
         )
 
 

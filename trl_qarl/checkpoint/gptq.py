@@ -21,6 +21,9 @@ def config_groups(config: Mapping[str, Any]) -> dict[str, Any]:
     size = config["group_size"]
     weights = {"num_bits": config["bits"], "type": "int", "symmetric": config.get("sym", True), "dynamic": False}
     weights |= {"strategy": "channel"} if size == -1 else {"strategy": "group", "group_size": size}
+    # Groups that are fixed before the columns are ordered keep their places, as does one group.
+    if config.get("desc_act") and size != -1 and not config.get("static_groups"):
+        weights["actorder"] = "group"
     return {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
 
 

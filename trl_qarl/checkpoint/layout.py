@@ -28,9 +28,9 @@ def iter_checkpoint_layers(
     """
     Yield the tensors of the low-bit policy under their names in a checkpoint, one layer at a time, on the model's
     device. Tensors that are not quantized are in `dtype`, or in float32 ([`~trl_qarl.models.IN_FLOAT32`]); of tied
-    tensors only the first is included. With sharded masters every process has to go through all layers, because each
-    layer is gathered when its turn comes; with `to_main` the tensors of processes other than the main one may have no
-    values and be on the meta device. With `stacks_experts` the matrices of a layer's experts form one tensor with a
+    tensors only the first is included. With sharded masters every process has to go through all layers; with `to_main`
+    the tensors of processes other than the main one may have no values and be on the meta device. With
+    `stacks_experts` the matrices of a layer's experts form one tensor with a
     [`~trl_qarl.wire.protocol.stacked_name`]: 6 tensors instead of 1,152 for 128 experts.
     """
     seen: set[Hashable] = set()
@@ -169,9 +169,8 @@ def quantization_config(inventory: Inventory) -> dict[str, Any]:
     ]
     # vLLM's classes call and fuse layers of towers otherwise.
     ignore += [f"re:(.*\\.)?{re.escape(part)}\\..*" for part in _unquantized_towers(inventory)]
-    if any(
-        is_released_form(layer.scheme) for layer in inventory.layers.values() if isinstance(layer, QuantizedExperts)
-    ):
+    experts = [layer for layer in inventory.layers.values() if isinstance(layer, QuantizedExperts)]
+    if any(is_released_form(layer.scheme) for layer in experts):
         # Readers of gpt-oss' releases know the form; the groups are for this package.
         return {"quant_method": "mxfp4", "modules_to_not_convert": ignore, "config_groups": groups}
     checkpoint_formats = {group["format"] for group in groups.values()}

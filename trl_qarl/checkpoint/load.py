@@ -36,10 +36,9 @@ from ..quantization.experts import DOWN, QuantizedExperts
 from ..quantization.fixed_scales import fix_scales, held_scale, weight_name
 from ..quantization.formats.registry import CHECKPOINT_NAMES
 from ..quantization.inventory import Inventory
-from ..quantization.linear import QuantizedLinear
-from ..quantization.names import base_state_dict, find_checkpoint_names, is_adapted
+from ..quantization.names import base_state_dict, find_checkpoint_names, is_adapted, method_of
 from ..quantization.schemes import SCHEMES, QuantScheme
-from ..quantization.swap import restore_model
+from ..quantization.swap import quantize_layer, restore_model
 from ..quantization.tensors import LowBitTensor
 from ..replacing import replaced
 from ..wire.describe import scheme_of_group
@@ -112,12 +111,6 @@ def is_low_bit(described: Any) -> bool:
     return method_of(described) in _LOW_BIT
 
 
-def method_of(described: Any) -> str | None:
-    """Return the `quant_method` of a `quantization_config`, `None` without one."""
-    method = described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
-    return getattr(method, "value", method)
-
-
 def check_release(name_or_path: str, described: Any) -> None:
     """Raise `ValueError` if no training can start from a checkpoint with this `quantization_config`, if any."""
     method = method_of(described)
@@ -142,6 +135,12 @@ def _schemes_of(name_or_path: str, described: Any) -> list[tuple[list[str], Quan
         raise ValueError(
             f"{name_or_path} is a checkpoint with zero points (`symmetric: false`), which are unsupported. Start from "
             "the high-precision checkpoint, or quantize it again with a symmetric scheme such as W4A16."
+        )
+    # compressed-tensors has two names for it.
+    if any(group["weights"].get("actorder") in ("group", "dynamic", True) for group in groups.values()):
+        raise ValueError(
+            f"{name_or_path} was quantized with reordered columns (act-order), which no kernel here supports. Quantize it again with "
+            "`desc_act=False`, or in llm-compressor `actorder='static'`."
         )
     if not schemes or any(scheme is None for _, scheme in schemes):
         raise ValueError(
@@ -219,9 +218,7 @@ def load_frozen_model(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
         else:
             model = cls._from_config(config, dtype=dtype, **options)
-    tensors: dict[str, torch.Tensor] = {}
-    for path in weight_files(folder):
-        tensors |= load_file(path)
+    tensors = {name: tensor for path in weight_files(folder) for name, tensor in load_file(path).items()}
     if not tensors:
         raise ValueError(f"{folder} has neither model.safetensors nor its index. Export it again.")
     if described.get("kv_cache_scheme"):
@@ -235,14 +232,20 @@ def load_frozen_model(
     if is_mxfp4:
         tensors = dict(_one_by_one(tensors))
     _fill(model, folder, tensors, schemes, dtype)
+    _complete(model, folder, str(name_or_path), "Export it again.")
+    return model.requires_grad_(False).eval()
+
+
+def _complete(model: PreTrainedModel, folder: Path, name_or_path: str, remedy: str) -> None:
+    """Tie the weights of a model that was filled from a folder, and set what `from_pretrained` sets. `ValueError` is
+    raised if the folder lacks tensors."""
     model.tie_weights()
-    missing = [name for name, p in model.named_parameters() if p.is_meta]
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
-        raise ValueError(f"{name_or_path} lacks {len(missing)} tensors, such as {missing[0]!r}. Export it again.")
+        raise ValueError(f"{name_or_path} lacks {len(missing)} tensors, such as {missing[0]!r}. {remedy}")
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.config._name_or_path = model.name_or_path = str(name_or_path)
-    return model.requires_grad_(False).eval()
+    model.config._name_or_path = model.name_or_path = name_or_path
 
 
 def _one_by_one(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -289,13 +292,7 @@ def load_shards(folder: str | Path, trust_remote_code: bool = False, **options: 
     state = {name: torch.empty_like(t, device="cpu") for name, t in model.state_dict().items() if name in saved}
     dcp.load({"model": state}, storage_reader=reader, no_dist=True)
     model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} tensors, such as {missing[0]!r}. Take an earlier checkpoint.")
-    if Path(folder, "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.config._name_or_path = model.name_or_path = str(folder)
+    _complete(model, Path(folder), str(folder), "Take an earlier checkpoint.")
     return model
 
 
@@ -414,11 +411,8 @@ def _fill(
         scheme = _scheme_of(first, schemes, folder)
         # The dtype of scales is the engine's, unless the container prescribes one.
         scale_dtype = scales[first].dtype if scheme.container.scale_dtype is None else model.config.dtype
-        if isinstance(module, nn.Linear):
-            layer, parts = QuantizedLinear.from_linear(module, scheme, scale_dtype), {"weight": [first]}
-        else:
-            layer = QuantizedExperts.from_experts(module, scheme, scale_dtype)
-        for leaf, matrices in parts.items():
+        layer = quantize_layer(module, scheme, scale_dtype)
+        for leaf, matrices in (parts or {"weight": [first]}).items():
             missing = [matrix for matrix in matrices if matrix not in low_bit]
             if missing:
                 raise ValueError(

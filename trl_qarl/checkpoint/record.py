@@ -52,22 +52,15 @@ def write_scheme(folder: str | Path, record: dict[str, Any]) -> None:
     (Path(folder) / SCHEME_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
-def check_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str, record: dict[str, Any]) -> str | None:
-    """
-    Return the checkpoint folder to resume from; `True` stands for the last complete one of `output_dir`. Return `None`
-    for a new run. `ValueError` is raised if there is no such checkpoint, if it is incomplete or damaged, or if it was
-    trained with a [`scheme_record`] that differs from this run's.
-    """
-    resume_from_checkpoint = folder_to_resume(resume_from_checkpoint, output_dir)
-    if resume_from_checkpoint is None:
-        return None
-    folder = Path(resume_from_checkpoint)
-    if not (folder / SCHEME_FILE).is_file():
+def check_checkpoint(folder: str | Path, record: dict[str, Any]) -> None:
+    """Raise `ValueError` if this process does not have the checkpoint in `folder` as a whole, or if it was trained
+    with a [`scheme_record`] that differs from this run's."""
+    folder_to_resume(str(folder), "")
+    path = Path(folder) / SCHEME_FILE
+    if not path.is_file():
         logger.warning("%s has no %s: it was not written by QaRLTrainer.", folder, SCHEME_FILE)
-        return resume_from_checkpoint
-    if changed := differing_records(read_json(folder / SCHEME_FILE), record):
-        raise ValueError(explain_differences(folder, changed))
-    return resume_from_checkpoint
+    elif changed := differing_records(read_json(path), record):
+        raise ValueError(explain_differences(path.parent, changed))
 
 
 def explain_differences(folder: Path, changed: Iterable[str]) -> str:

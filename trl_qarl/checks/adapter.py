@@ -31,10 +31,7 @@ def problems_of_options(args, has_adapter: bool) -> Iterator[str]:
         return
     refused = "with a PEFT adapter is not supported"
     if args.lora_mode != "adapter" and not args.is_quantized:
-        yield (
-            f"lora_mode={args.lora_mode!r} and scheme={args.scheme!r} {refused}: nothing is quantized, so there is no low-bit form of base "
-            "and adapter. Use lora_mode='adapter', which is ordinary LoRA."
-        )
+        yield f"lora_mode={args.lora_mode!r} and scheme={args.scheme!r} {refused}: nothing is quantized. Remove it."
     if args.precisions is not None:
         yield f"precisions={args.precisions} {refused}: the codes of the base are fixed at one precision. Remove it."
     if args.sync_ref_model:
@@ -46,16 +43,10 @@ def problems_of_start(model: Any, has_adapter: bool) -> Iterator[str]:
     if not isinstance(model, nn.Module):
         return
     if getattr(model, "_hf_peft_config_loaded", False) and not hasattr(model, "get_base_model"):
-        yield (
-            "The model has an adapter that was loaded by transformers. Pass the adapter's folder as `model`, or a "
-            "`PeftModel`: `PeftModel.from_pretrained(base, folder, is_trainable=True)`."
-        )
+        yield "The model has an adapter that was loaded by transformers. Pass the adapter's folder, or a `PeftModel`."
     quantization_config = getattr(getattr(model, "config", None), "quantization_config", None)
     if has_adapter and quantization_config is not None and not is_nf4(quantization_config):
-        yield (
-            "The model was loaded quantized, with layers that are not the learner's. Pass the folder of a compressed-tensors "
-            "checkpoint as `model`, as a string, and the trainer loads its codes and scales itself."
-        )
+        yield "The model was loaded quantized, with other layers than the learner's. Give its folder, as a string."
 
 
 def is_nf4(quantization_config: Any) -> bool:
@@ -71,32 +62,24 @@ def problems_of_quantized_base(args, quantization_config: Any, has_adapter: bool
         return
     if not is_nf4(quantization_config):
         yield (
-            f"quantization_config={type(quantization_config).__name__} is not supported: the master weights must stay in high "
-            f"precision, and below an adapter only `BitsAndBytesConfig(load_in_4bit=True)` is supported. Remove it; "
-            f"scheme={args.scheme!r} quantizes the forward."
+            f"quantization_config={type(quantization_config).__name__} is not supported: masters stay in high precision, and "
+            "below an adapter only `BitsAndBytesConfig(load_in_4bit=True)` is supported. Remove it; the scheme quantizes."
         )
         return
     given = "quantization_config with load_in_4bit=True and"
     if not has_adapter:
-        yield (
-            f"{given} no adapter is not supported: 4-bit weights take no gradient, and there are no master weights. Give `peft_config`, or "
-            f"remove `quantization_config`: scheme={args.scheme!r} quantizes the forward."
-        )
+        yield f"{given} no adapter is not supported: 4-bit weights take no gradient. Give `peft_config`, or remove it."
     if args.is_quantized:
         yield (
-            f"{given} scheme={args.scheme!r} is not supported: the layers would be quantized twice. Use scheme='bf16', which is TRL's "
-            "QLoRA, or remove `quantization_config`: the base of an adapter is frozen in the low bits of the scheme."
+            f"{given} scheme={args.scheme!r} is not supported: the layers would be quantized twice. Use scheme='bf16' for "
+            "TRL's QLoRA, or remove `quantization_config`: the base of an adapter is frozen in the scheme's bits."
         )
     if args.use_vllm:
-        yield (
-            f"{given} use_vllm=True is not supported: vLLM 0.31 has no layers for bitsandbytes' 4 bits. Use `use_vllm=False`, or a low-bit "
-            "scheme without `quantization_config`."
-        )
+        yield f"{given} use_vllm=True is not supported: vLLM 0.31 has no layers for its bits. Use `use_vllm=False`."
 
 
 def problems_of_adapter(config: Any, is_served: bool = False, is_merged: bool = False) -> Iterator[str]:
-    """Yield problems of a `PeftConfig` for a base that stays frozen and low-bit, with `is_served` for vLLM, and with
-    `is_merged` for an adapter inside the low-bit weights."""
+    """Yield problems of a `PeftConfig` over a frozen low-bit base, served by vLLM or merged into the weights."""
     peft_type = getattr(config, "peft_type", None)
     if getattr(peft_type, "value", peft_type) != "LORA":
         yield f"peft_config={type(config).__name__} is not supported: only LoRA is. Use `peft.LoraConfig`."
@@ -109,10 +92,8 @@ def problems_of_adapter(config: Any, is_served: bool = False, is_merged: bool = 
         reason = REFUSED_BY_LORA.get(name, "its effect on a low-bit base is untested; leave it out")
         yield f"peft_config: {name}={value!r} is not supported: {reason}."
     if config.init_lora_weights not in _INITIALISATIONS:
-        yield (
-            f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported: it changes the base weights, or "
-            f"needs them in high precision. Choose one of {list(_INITIALISATIONS)}."
-        )
+        why = f"it changes the base weights or needs their masters. Choose one of {list(_INITIALISATIONS)}"
+        yield f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported: {why}."
     if config.lora_alpha == 0:
         yield "peft_config: lora_alpha=0 multiplies the adapter by 0, so nothing would be trained. Use twice the rank `r`."
     if is_served and config.r > ENGINE_RANKS[-1]:
@@ -125,19 +106,13 @@ def problems_of_adapted_model(model: Any) -> Iterator[str]:
     """Yield problems of the adapters inside `model`, a `PeftModel`, except TRL's `ref`."""
     names = [name for name in model.peft_config if name != "ref"]
     if names != [ADAPTER_NAME]:
-        yield (
-            f"The model has the adapters {names}, but only {ADAPTER_NAME!r} is trained. Load only that one: "
-            f"`PeftModel.from_pretrained(base, folder, adapter_name={ADAPTER_NAME!r}, is_trainable=True)`."
-        )
+        yield f"The model has the adapters {names}, but only {ADAPTER_NAME!r} is trained. Load only that one."
         return
     if list(model.active_adapters) != [ADAPTER_NAME]:
         yield f"The active adapters are {list(model.active_adapters)}. Call `model.set_adapter({ADAPTER_NAME!r})`."
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
-        yield (
-            "Nothing of the model is trainable: `PeftModel.from_pretrained` loads an adapter for inference. Load it with "
-            "`is_trainable=True`."
-        )
+        yield "Nothing of the model is trainable. Load the adapter with `is_trainable=True`."
     yield from _problems_of_targets(model)
 
 
@@ -151,20 +126,16 @@ def _problems_of_targets(model: Any) -> Iterator[str]:
     if adapted := [name for name in wrapped if name in around]:
         decoder = next(name for name, module in base.named_modules() if module is base.get_decoder())
         yield (
-            f"peft_config: target_modules names {adapted[0]!r} and {len(adapted) - 1} more {around[adapted[0]]}, where adapters are "
-            f"untested and not served by vLLM. Name only layers of the language model: target_modules={rf'{decoder}.*_proj'!r}."
+            f"peft_config: target_modules names {adapted[0]!r} and {len(adapted) - 1} more {around[adapted[0]]}, which vLLM "
+            f"does not serve. Name only layers of the language model: target_modules={rf'{decoder}.*_proj'!r}."
         )
     for name, module in wrapped.items():
+        named = f"peft_config: target_modules names {name!r}"
         if id(module) in outside or id(module.base_layer) in outside:
-            yield (
-                f"peft_config: target_modules names {name!r}: the log-probs are computed from the weights of output head and "
-                "embedding directly. Leave it out, or use 'all-linear', which leaves it out."
-            )
+            yield f"{named}: log-probs are computed from its weight directly. Leave it out, or use 'all-linear'."
         elif not isinstance(module.base_layer, nn.Linear):
-            yield (
-                f"peft_config: target_modules names {name!r}, which is not a linear layer. Leave it out. In a mixture of experts "
-                "'all-linear' includes experts and routers, so name layers, such as ['q_proj', 'k_proj', 'v_proj', 'o_proj']."
-            )
+            why = "which is not a linear layer; in a mixture 'all-linear' includes experts and routers"
+            yield f"{named}, {why}. Name linear layers, such as ['q_proj', 'v_proj']."
     if isinstance(config.target_modules, (list, set, tuple)):
         # Some may be excluded, or of layers that are not transformed.
         names = {*wrapped, *(name for name, module in inventory.modules.items() if isinstance(module, nn.Linear))}

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from ..checkpoint.layout import problem_of_mixture
@@ -45,6 +47,12 @@ def problems_with_vllm(
             f"{name} with layers of the kinds {sorted(kinds)}: all layers of vLLM 0.31's class have the same sliding window, or none. Train a "
             "model with one kind of layers, or use_vllm=False"
         )
+    # Only pictures attend to later tokens with "vision".
+    if getattr(text, "use_bidirectional_attention", None) is True:
+        yield (
+            f"{name} with use_bidirectional_attention=True: tokens attend to later ones, and in vLLM to earlier ones alone. Train a model "
+            "without it, or use_vllm=False"
+        )
     if getattr(config, "mamba_rms_norm", False) and getattr(config, "mamba_norm_before_gate", False):
         yield f"{name} with mamba_norm_before_gate=True: vLLM 0.31 always applies the gate first. Train a model with False, or use_vllm=False"
     wants = family.shares_head
@@ -64,7 +72,9 @@ def problems_with_vllm(
 def _joined_in_checkpoints(model: nn.Module) -> str | None:
     """Return the name of a weight that transformers splits from others when it loads a checkpoint."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    patterns = [pattern for each in conversions if len(each.target_patterns) > 1 for pattern in each.target_patterns]
+    # Others only rename, each tensor by itself.
+    splits = [each for each in conversions if isinstance(each, WeightConverter) and len(each.target_patterns) > 1]
+    patterns = [pattern for each in splits for pattern in each.target_patterns]
     names = (name for name, _ in model.named_parameters())
     return next((name for name in names if any(re.search(pattern, name) for pattern in patterns)), None)
 
@@ -116,16 +126,17 @@ def problem_of_architecture(model: Any, has_adapter: bool = False) -> str | None
         return f"the installed vLLM has no class {name}, and takes no adapters of its latent attention. Set lora_mode='merged'"
     if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
         return f"the installed vLLM has no class {name}, and cannot replace the attention of transformers' own"
-    if getattr(model, "lm_head", None) is not model.get_output_embeddings():
-        return (
-            f"the installed vLLM has no class {name}, and runs transformers' own only if the output head is `lm_head`"
-        )
+    head = model.get_output_embeddings()
+    if getattr(model, "lm_head", None) is not head or getattr(head, "bias", None) is not None:
+        return f"the installed vLLM has no class {name}, and runs transformers' own only if the output head is `lm_head`, without a bias"
     processor = PROCESSOR_MAPPING.get(type(model.config), None)
     if has_tower(model) and not hasattr(processor, "_get_num_multimodal_tokens"):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if its processor counts the tokens of a picture"
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if cls._is_stateful or not _ATTENTION.issuperset(kinds):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if all its layers attend"
+    if "position_ids" not in signature(type(model.base_model).forward).parameters:
+        return f"the installed vLLM has no class {name}, and runs transformers' own only if its body takes positions"
     if not _attends_as_vllm(model):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if each layer attends once, without a mask of its own"
     return None

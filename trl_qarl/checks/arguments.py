@@ -16,16 +16,10 @@ from transformers import AutoConfig
 
 from ..adapters.tensors import base_of, is_adapter_folder
 from ..checkpoint.files import check_writable
-from ..checkpoint.load import DEQUANTIZED, check_release, is_low_bit, method_of, skeleton
+from ..checkpoint.load import DEQUANTIZED, check_release, is_low_bit, skeleton
 from ..checkpoint.record import check_config
-from ..quantization.names import base_model, is_peft_model
-from .adapter import (
-    is_nf4,
-    problems_of_adapter,
-    problems_of_options,
-    problems_of_quantized_base,
-    problems_of_start,
-)
+from ..quantization.names import base_model, is_peft_model, method_of
+from .adapter import is_nf4, problems_of_adapter, problems_of_options, problems_of_quantized_base, problems_of_start
 from .batches import fit_generation_batch
 from .configuration import check_optimizer, low_precision_masters
 from .content import (
@@ -35,10 +29,12 @@ from .content import (
     evaluates,
     has_pictures,
     has_texts,
+    problem_of_processor,
     problems_of_content,
     problems_of_reward,
 )
 from .launch import Launch, problems_of_ignored_sharding, problems_of_launch
+from .model import problem_of_kind
 from .names import is_no_folder
 from .resume import problems_before_loading
 
@@ -50,7 +46,7 @@ def _problem_of_model(model: Any) -> str | None:
     """Return why `model`, loaded or by name, is no language model, or `None`. One by name is not read."""
     if isinstance(model, nn.Module):
         inner = base_model(model)
-        if problem := _problem_of_class(type(inner).__name__, inner, getattr(inner, "config", None)):
+        if problem := problem_of_kind(type(inner).__name__, inner, getattr(inner, "config", None)):
             return problem
         is_empty = any(parameter.is_meta for parameter in model.parameters())
         return (
@@ -60,15 +56,6 @@ def _problem_of_model(model: Any) -> str | None:
         return f"The model {model!r} is not a folder." if is_no_folder(model) or Path(model).is_file() else None
     said = "empty" if model == "" else f"of type {type(model).__name__}"
     return f"`model` is {said}. Give a causal language model, or the name or the folder of one."
-
-
-def _problem_of_class(name: str, model: Any, config: Any) -> str | None:
-    """Return why a class of transformers, or a model, with this `config` is no causal language model, or `None`."""
-    if not getattr(model, "can_generate", lambda: False)():
-        return f"The model is a {name}, which generates no text. Give a causal language model."
-    if getattr(config, "is_encoder_decoder", False):
-        return f"The model is a {name}, whose decoder reads an encoder's output. Give a causal language model."
-    return None
 
 
 def _problems_of_output(args: Any, model: Any) -> Iterator[str]:
@@ -103,10 +90,7 @@ def problems_of_arguments(
     yield from of_adapter
     yield from _problems_of_callables(others, train_dataset)
     if others.get("rollout_func") is not None and not args.quantize_learner and not args.use_vllm:
-        yield (
-            "`rollout_func` was given with quantize_learner=False and use_vllm=False: its completions would come from the "
-            "learner's high-precision forward. Use `use_vllm=True`, or leave `rollout_func` out."
-        )
+        yield "`rollout_func` was given with quantize_learner=False: it would sample from masters. Set `use_vllm=True`."
     environment_factory, quantization_config = others.get("environment_factory"), others.get("quantization_config")
     if quantization_config is None:
         loaded = getattr(getattr(model, "config", None), "quantization_config", None)
@@ -159,12 +143,14 @@ def problems_of_arguments(
             yield from low_precision_masters(args, given.get("dtype", given.get("torch_dtype")))
         if not of_adapter:
             yield from _problems_of_layers(policy, config, args, peft_config)
+        if args.use_vllm and config is not None and (problem := problem_of_processor(model, config)):
+            yield problem
     elif (base := base_of(model)) and is_no_folder(base):
         yield f"The base {base!r} of the adapter {model!r} is not a folder. Correct it in the adapter's configuration."
     optimizer = optimizers[0] if _is_pair(optimizers) else None
     yield from check_optimizer(args) if optimizer is None else _problems_of_optimizer(model, optimizer, peft_config)
     if not _is_pair(optimizers):
-        yield f"`optimizers` is of type {type(optimizers).__name__}. Give a pair of an optimizer and a schedule, either of which may be `None`."
+        yield f"`optimizers` is of type {type(optimizers).__name__}. Give a pair of an optimizer and a schedule, or `None`."
     yield from problems_before_loading(args, model, config, peft_config, optimizer, launch)
     yield from fit_generation_batch(args, train_dataset)
 
@@ -173,28 +159,20 @@ def _problems_of_rewards(args: Any, rewards: list[Any], tokenizers: Any) -> Iter
     number = "is 1 reward function" if len(rewards) == 1 else f"are {len(rewards)} reward functions"
     tokenizers = [tokenizers] if tokenizers is not None and not isinstance(tokenizers, list) else tokenizers
     if tokenizers is not None and len(tokenizers) != len(rewards):
-        yield (
-            f"`reward_processing_classes` has {len(tokenizers)} elements, and there {number}. Give one for each, `None` for "
-            "a function."
-        )
+        yield f"`reward_processing_classes` has {len(tokenizers)} elements, and there {number}. Give one for each."
         tokenizers = None
     for reward, tokenizer in zip(rewards, tokenizers or [None] * len(rewards), strict=True):
         yield from problems_of_reward(reward, tokenizer)
-    if args.reward_weights is not None and len(args.reward_weights) != len(rewards):
-        yield (
-            f"reward_weights={args.reward_weights!r} has {len(args.reward_weights)} numbers, and there {number}. Give "
-            "one for each."
-        )
+    if (weights := args.reward_weights) is not None and len(weights) != len(rewards):
+        yield f"reward_weights={weights!r} has {len(weights)} numbers, and there {number}. Give one for each."
 
 
 def _problems_of_colocation(args: Any) -> Iterator[str]:
     if args.vllm_enable_sleep_mode and args.use_cpu:
         yield "vllm_enable_sleep_mode=True with use_cpu=True: vLLM sleeps on GPUs only. Remove `vllm_enable_sleep_mode`."
     if args.world_size % args.vllm_tensor_parallel_size:
-        yield (
-            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} must divide the number of processes, {args.world_size}: they share "
-            "the engines. Launch more (`accelerate launch --num_processes`), or lower it."
-        )
+        size = f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}"
+        yield f"{size} must divide the number of processes, {args.world_size}, which share engines. Change one of them."
 
 
 def problems_of_absence(
@@ -204,9 +182,7 @@ def problems_of_absence(
     if train_dataset is None and environment_factory is None:
         yield "There is no training dataset. Give `train_dataset`, with a column `prompt`."
     if eval_dataset is None and evaluates(args):
-        yield (
-            "`eval_strategy` or `eval_on_start` asks for an evaluation, and there is no `eval_dataset`. Give one, or remove them."
-        )
+        yield "`eval_strategy` or `eval_on_start` asks for an evaluation, and there is no `eval_dataset`. Give one."
     if not rewards and environment_factory is None:
         yield "There is no reward. Give `reward_funcs`, or an `environment_factory` with rewards."
 
@@ -218,15 +194,12 @@ def _problems_of_metric(metric: str, eval_dataset: Any, rewards: list[Any]) -> I
     functions = [reward for reward in rewards if callable(reward) and not isinstance(reward, nn.Module)]
     may_be_logged = any("log_metric" in inspect.signature(function).parameters for function in functions)
     if not ("/" in name or name in (*_METRICS, *losses) or may_be_logged):
-        yield (
-            f"metric_for_best_model={metric!r} is no metric of an evaluation. Give one of {[*losses, *_METRICS]}, or one that a reward "
-            "logs by its argument `log_metric`."
-        )
+        fix = f"Give one of {[*losses, *_METRICS]}, or one that a reward logs by `log_metric`"
+        yield f"metric_for_best_model={metric!r} is no metric of an evaluation. {fix}."
 
 
 def _problems_of_callables(given: Mapping[str, Any], train_dataset: Any) -> Iterator[str]:
-    """Yield a problem for each argument that is no list of callbacks, no list of tools, or cannot be called, and for
-    tools that completions of texts would call."""
+    """Yield a problem for each of callbacks, tools and functions that is no such thing, or is never called."""
     if (callbacks := given.get("callbacks")) is not None and not (
         isinstance(callbacks, list) and all(hasattr(each, "on_train_begin") for each in callbacks)
     ):
@@ -254,10 +227,7 @@ def _problems_of_optimizer(model: Any, optimizer: Any, peft_config: Any) -> Iter
         yield f"`optimizers` has {optimizer!r}, which is no optimizer. Make one with the parameters of the model, or choose `optim`."
     elif not isinstance(model, nn.Module) or peft_config is not None:
         what = "is yet to be loaded" if peft_config is None else "is yet to get the adapter of `peft_config`"
-        yield (
-            f"`optimizers` has an optimizer, and the model {what}: it would update other parameters. Give the loaded model, with its "
-            "adapter, or choose `optim`."
-        )
+        yield f"`optimizers` has an optimizer, and the model {what}. Give the loaded model, or choose `optim`."
     elif not {id(p) for group in optimizer.param_groups for p in group["params"]} & {*map(id, model.parameters())}:
         yield "`optimizers` has an optimizer of another model's parameters. Make it with those of the model that is given."
 
@@ -300,24 +270,20 @@ def _config_of(model: str, args: Any) -> Any:
 
 
 def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -> Iterator[str]:
-    """Yield problems of a model with this `config` that is yet to be loaded, and of the adapter that it will get, as
-    far as they are known from its layers."""
+    """Yield problems of a model with this `config`, before it is loaded, and of its adapter, from its layers."""
     if config is None:
         return
     cls = getattr(transformers, (config.architectures or [""])[0], None)
-    if cls is not None and (problem := _problem_of_class(cls.__name__, cls, config)):
+    if cls is not None and (problem := problem_of_kind(cls.__name__, cls, config)):
         yield problem
         return
     method = method_of(getattr(config, "quantization_config", None))
     if method in DEQUANTIZED and args.use_vllm and not args.is_quantized:
+        scheme, cls = "mxfp4a16" if method == "mxfp4" else "fp8", DEQUANTIZED[method].__name__
         yield (
-            f"scheme={args.scheme!r} with a checkpoint in {method}: vLLM would make layers of it too. Use a low-bit scheme, such as "
-            f"{'mxfp4a16' if method == 'mxfp4' else 'fp8'!r}, or save the model in high precision (`{DEQUANTIZED[method].__name__}(dequantize=True)`) "
-            "and start from that."
+            f"scheme={args.scheme!r} with a checkpoint in {method}: vLLM would make layers of it too. Use a low-bit scheme, "
+            f"such as {scheme!r}, or start from the model saved in high precision (`{cls}(dequantize=True)`)."
         )
-    if is_low_bit(getattr(config, "quantization_config", None)):
-        # Its tensors tell which layers are in low bits.
-        return
     model, given = None, _model_arguments(args)
     attention = given.get("attn_implementation")
     try:
@@ -326,7 +292,13 @@ def _problems_of_layers(policy: Any, config: Any, args: Any, peft_config: Any) -
         # Of other arguments loading the model gives the reason.
         if attention is not None and isinstance(error, ValueError | ImportError):
             yield f"attn_implementation={attention!r}: {error}"
+        elif isinstance(error, ImportError):
+            yield f"The model cannot be loaded: {' '.join(str(error).split())}"
     if model is None or type(model).__name__ not in (config.architectures or ()):
+        return
+    if is_low_bit(getattr(config, "quantization_config", None)):
+        # Its tensors tell which layers are in low bits.
+        yield from policy.problems_of_class(model, peft_config is not None)
         return
     if peft_config is not None:
         from peft import get_peft_model

@@ -19,15 +19,10 @@ from transformers.training_args import trainer_log_levels
 from ..bitwise.availability import contradicting_options
 from ..engines.gpu_kernels import Gpu, reason_against
 from ..hub import problem_of_push
-from ..options import CHOICES, MUONS
+from ..options import CHOICES, MUONS, optimizer_name
 from ..quantization.precisions import parse_precisions, problems_of_precisions
 from .problems import quote_options
-from .refused import (
-    GENERATION_KWARGS_THAT_RESHAPE,
-    MODEL_INIT_KWARGS_REFUSED,
-    REFUSED,
-    VLLM_SAMPLING_KWARGS,
-)
+from .refused import GENERATION_KWARGS_THAT_RESHAPE, MODEL_INIT_KWARGS_REFUSED, REFUSED, VLLM_SAMPLING_KWARGS
 from .values import as_dict
 
 
@@ -59,11 +54,9 @@ def check_scheme(config) -> Iterator[str]:
 def check_turns(config) -> Iterator[str]:
     num_micro_batches = config.steps_per_generation * config.num_iterations
     if config.precisions is not None and num_micro_batches % config.gradient_accumulation_steps != 0:
-        yield (
-            f"{quote_options(config, 'precisions', 'steps_per_generation', 'num_iterations')}: the {num_micro_batches} micro-batches of a generation "
-            "batch are not a whole number of updates, so one update would add gradients at different bits. Give a multiple of "
-            f"{quote_options(config, 'gradient_accumulation_steps')}."
-        )
+        given = quote_options(config, "precisions", "steps_per_generation", "num_iterations")
+        fix = f"Give a multiple of {quote_options(config, 'gradient_accumulation_steps')}"
+        yield f"{given}: an update would have micro-batches of {num_micro_batches} at different bits. {fix}."
 
 
 def check_numerics(config) -> Iterator[str]:
@@ -133,8 +126,7 @@ def check_gradient_checkpointing(config) -> Iterator[str]:
 
 
 def check_optimizer(config) -> Iterator[str]:
-    """Yield the reason why transformers cannot make the optimizer here, such as a missing package. Some ask for the
-    model first."""
+    """Yield why transformers cannot make the optimizer here, except for those that ask for the model first."""
     if config.optim in MUONS:
         return
     try:
@@ -143,22 +135,16 @@ def check_optimizer(config) -> Iterator[str]:
             made([torch.nn.Parameter(torch.zeros(1))], **options)
     except Exception as error:
         if "model" not in str(error):
-            name = str(getattr(config.optim, "value", config.optim))
-            yield f"optim={name!r}, {quote_options(config, 'optim_args')} cannot be made: {error}"
+            yield f"optim={optimizer_name(config)!r}, {quote_options(config, 'optim_args')} cannot be made: {error}"
 
 
 def check_generation_kwargs(config) -> Iterator[str]:
     given = as_dict(config, "generation_kwargs")
     if reshaping := sorted(GENERATION_KWARGS_THAT_RESHAPE & given.keys()):
-        yield (
-            f"generation_kwargs contains {reshaping}, which change the sampling, so the recorded sampling log-probs would be "
-            "wrong. Remove them; `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are separate options."
-        )
+        why = "which change the sampling, and its log-probs would be wrong"
+        yield f"generation_kwargs contains {reshaping}, {why}. Remove them; `temperature`, `top_p`, `top_k` and `min_p` are options."
     if config.use_vllm and (reshaping := sorted(VLLM_SAMPLING_KWARGS & given.keys())):
-        yield (
-            f"generation_kwargs contains {reshaping}, which change vLLM's samples or results, so sampling log-probs and "
-            "the learner's would differ. Remove them."
-        )
+        yield f"generation_kwargs contains {reshaping}, which change vLLM's samples or their log-probs. Remove them."
     refused = GENERATION_KWARGS_THAT_RESHAPE | (VLLM_SAMPLING_KWARGS if config.use_vllm else set())
     yield from _wrong_generation_kwargs(config, {name: given[name] for name in given if name not in refused})
 
@@ -202,8 +188,7 @@ def refused_by_all(config) -> Iterator[str]:
 
 
 def low_precision_masters(config, dtype: torch.dtype | str | None) -> Iterator[str]:
-    """Yield the problem of masters in `dtype`, or of a text that names no dtype; none for float32, or if the dtype is
-    only known after loading."""
+    """Yield the problem of masters in `dtype`, none for float32 or one that is only known after loading."""
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(named, torch.dtype) or (named.is_floating_point and named.itemsize >= 4):
         if isinstance(dtype, str) and dtype not in ("auto", "float32"):

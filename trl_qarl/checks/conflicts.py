@@ -20,18 +20,9 @@ from .values import as_dict
 
 class Conflict(NamedTuple):
     """
-    One row.
-
-    Args:
-        example (`dict`):
-            Options that conflict, which the test gives and the documentation shows. Their names, and those of `also`,
-            are quoted with the values of a configuration.
-        when (callable):
-            Returns true for a configuration in which they conflict.
-        why, use (`str`):
-            The reason, and the way out, an imperative.
-        also (`tuple[str, ...]`):
-            Further options to quote.
+    One row: options that conflict, as an `example` for test and documentation; the condition `when` a configuration
+    has such; the reason `why`; and the way out, `use`, an imperative. A message quotes the options of `example` and
+    `also` with their values.
     """
 
     example: dict[str, Any]
@@ -81,27 +72,17 @@ _TAKE_BFLOAT16 = ("muon_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
 CONFLICTS = [
     Conflict(
         {"scheme": "bf16", "quantize_learner": False},
-        lambda c: not c.is_quantized and not c.quantize_learner,
-        "there is no low-bit weight for the rollout to run",
-        "Choose a quantized scheme, or remove `quantize_learner`",
-    ),
-    Conflict(
-        {"scheme": "bf16", "exclude_modules": ["o_proj"]},
-        lambda c: not c.is_quantized and c.exclude_modules,
+        lambda c: not c.is_quantized and (c.exclude_modules or not c.quantize_learner),
         "this scheme quantizes nothing",
-        "Remove `exclude_modules`",
+        "Choose a quantized scheme, or remove `quantize_learner` and `exclude_modules`",
+        also=("exclude_modules",),
     ),
     Conflict(
         {"fp16": True, "scheme": "w4a16"},
-        lambda c: c.fp16 and c.is_quantized,
-        "under quantized training float16 with loss scaling underflows to NaN (arXiv 2604.07853)",
+        lambda c: c.fp16 and (c.is_quantized or c.use_cpu),
+        "quantized training in float16 underflows to NaN (arXiv 2604.07853), and CPUs compute in float32 instead",
         "Set `bf16=True`, or `bf16=False` for float32, and remove `fp16`",
-    ),
-    Conflict(
-        {"fp16": True, "use_cpu": True, "scheme": "bf16"},
-        lambda c: c.fp16 and c.use_cpu and not c.is_quantized,
-        "accelerate has no float16 autocast on CPUs and silently computes in float32",
-        "Set `bf16=True`, or `bf16=False` for float32, and remove `fp16`",
+        also=("use_cpu",),
     ),
     Conflict(
         {"optim": "lomo"},
@@ -211,16 +192,12 @@ CONFLICTS = [
         also=("vllm_server_autostart",),
     ),
     Conflict(
-        {"vllm_server_autostart": True, "use_vllm": False},
-        lambda c: c.vllm_server_autostart and not c.use_vllm,
-        "there is no server to start",
-        "Set `use_vllm=True`",
-    ),
-    Conflict(
         {"vllm_server_autostart": True, "vllm_mode": "colocate", "use_vllm": True},
-        lambda c: _starts_server(c) and (c.vllm_mode != "server" or c.vllm_server_base_url is not None),
+        lambda c: (
+            c.vllm_server_autostart and not (c.use_vllm and c.vllm_mode == "server" and c.vllm_server_base_url is None)
+        ),
         "a server is started on this machine, under an address of its own",
-        "Use vllm_mode='server', and choose its port with `vllm_server_port`",
+        "Set use_vllm=True and vllm_mode='server', and choose its port with `vllm_server_port`",
         also=("vllm_server_base_url",),
     ),
     Conflict(
@@ -244,15 +221,10 @@ CONFLICTS = [
     ),
     Conflict(
         {"rollout_ahead": 1, "precisions": [4, 3], "use_vllm": True, "vllm_mode": "server"},
-        lambda c: _is_ahead(c) and c.precisions is not None,
-        "a batch would be drawn with the bits of the one before",
-        "Leave out `rollout_ahead` or `precisions`",
-    ),
-    Conflict(
-        {"rollout_ahead": 1, "quantize_learner": False, "use_vllm": True, "vllm_mode": "server"},
-        lambda c: _is_ahead(c) and not c.quantize_learner,
-        "only the low-bit weights that draw a batch are kept, and this learner computes old log-probs with masters",
-        "Leave out `rollout_ahead` or `quantize_learner`",
+        lambda c: _is_ahead(c) and (c.precisions is not None or not c.quantize_learner),
+        "a batch is drawn at the bits of the one before, and its old log-probs need the low-bit weights that drew it",
+        "Leave out `rollout_ahead`, or `precisions` and `quantize_learner`",
+        also=("quantize_learner",),
     ),
 ]
 

@@ -16,7 +16,7 @@ from trl.chat_template_utils import add_response_schema, supports_tool_calling
 from trl.data_utils import prepare_multimodal_messages
 
 from ..adapters.tensors import base_of, is_adapter_folder
-from ..checkpoint.record import TOKENIZER_FILES, check_config, has_tokenizer, problems_of_json
+from ..checkpoint.record import check_config, has_tokenizer, problems_of_json
 from .batches import problems_of_dataset
 from .names import is_no_folder
 
@@ -36,8 +36,7 @@ def has_pictures(*datasets: Any) -> bool:
 
 
 def _problems_of_pictures(dataset: Any, name_of_data: str) -> Iterator[str]:
-    """Yield a problem of each column in which TRL would find no pictures, nor their files, or of the first row whose
-    pictures do not fit its prompt."""
+    """Yield a problem of each column without pictures, or of the first row whose prompt takes others."""
     features = getattr(dataset, "features", None) or {}
     for name, right in (("image", "Image()"), ("images", "List(Image())")):
         feature = features.get(name, Image())
@@ -52,8 +51,7 @@ def _problems_of_pictures(dataset: Any, name_of_data: str) -> Iterator[str]:
 
 
 def _numbers_of_pictures(dataset: Any) -> list[int | None]:
-    """Return the number of pictures of each row, `None` for a row with `None`, without reading them; nothing for a
-    dataset without a column of them."""
+    """Return the number of pictures of each row, unread, `None` for a row with `None`; `[]` without a column."""
     # TRL looks for `images` first.
     name = max(columns_among(PICTURE_COLUMNS, [dataset]), default=None)
     if name is None or not isinstance(dataset, Dataset):
@@ -91,8 +89,7 @@ def columns_among(names: set[str], datasets: Iterable[Any]) -> set[str]:
 
 
 def problems_of_prompts(dataset: Any, name: str) -> Iterator[str]:
-    """Yield a problem of a dataset's format, or for its first row whose prompt is neither text nor messages. Streams
-    and formats of the user's own are not read."""
+    """Yield a problem of a format, or of the first row without a prompt; streams and own formats are not read."""
     for data in dataset.values() if isinstance(dataset, dict) else [dataset]:
         for row, prompt in enumerate(_prompts_of(data)):
             if not _is_prompt(prompt):
@@ -100,15 +97,11 @@ def problems_of_prompts(dataset: Any, name: str) -> Iterator[str]:
                 break
         else:
             if (kind := _format_of(data)) and not _holds_prompts(data):
-                yield (
-                    f"The {name} dataset has the format {kind!r}, in which no prompt is a text or a list of messages. Give "
-                    "`dataset.with_format(None)`."
-                )
+                yield f"The {name} dataset has the format {kind!r}, in which no prompt is a text. Call `.with_format(None)`."
 
 
 def _format_of(data: Any) -> str | None:
-    """Return the format of a dataset or a stream, `None` for rows as dictionaries of Python's objects, or by code of
-    the user's own."""
+    """Return the format of a dataset or a stream, `None` for Python's objects and for code of the user's own."""
     if isinstance(data, Dataset):
         kind = data.format["type"]
     else:
@@ -148,13 +141,10 @@ def _reads_messages(reward: Any) -> bool:
 
 
 def check_columns(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Raise `ValueError` for a row of a batch without a prompt, as a stream may have whose columns only its rows
-    tell."""
+    """Raise `ValueError` for a row of a batch without a prompt: only the rows of a stream may tell its columns."""
     for place, row in enumerate(rows):
         if "prompt" not in row:
-            raise ValueError(
-                f"Row {place} of a batch has no `prompt`, only {[*row]}. Rename the column that holds it."
-            )
+            raise ValueError(f"Row {place} of a batch has no `prompt`, only {[*row]}. Rename its column.")
 
 
 def check_prompts(prompts: Iterable[Any]) -> None:
@@ -180,10 +170,7 @@ def problems_of_tokenizer(model: Any, processing_class: Any, name: str = "proces
     """Yield a problem of a processing class, the argument `name`, that is none, or if none was given and the model's
     folder has no tokenizer: transformers makes one without a vocabulary."""
     if not isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin | None):
-        yield (
-            f"`{name}` is of type {type(processing_class).__name__}. Give a tokenizer or a processor, such as "
-            "`AutoTokenizer.from_pretrained(...)`, or leave it out."
-        )
+        yield f"`{name}` is of type {type(processing_class).__name__}. Give a tokenizer or a processor, or leave it out."
         return
     if processing_class is not None:
         if name == "processing_class" and (problem := problem_of_end(processing_class)):
@@ -193,11 +180,21 @@ def problems_of_tokenizer(model: Any, processing_class: Any, name: str = "proces
     if not (isinstance(model, str) and model and Path(model).is_dir()):
         return
     if not has_tokenizer(model):
-        yield (
-            f"{model} has no tokenizer ({', '.join(TOKENIZER_FILES)}). Save it there with `tokenizer.save_pretrained`, or give it "
-            f"as `{name}`."
-        )
+        yield f"{model} has no tokenizer. Save it there with `tokenizer.save_pretrained`, or give it as `{name}`."
     yield from problems_of_json(model)
+
+
+def problem_of_processor(folder: str, config: Any) -> str | None:
+    """Return why vLLM cannot start with a model in a `folder`, or on the Hub, whose class has a tower, or `None`."""
+    if config.get_text_config() is config or not Path(folder).is_dir():
+        return None
+    names = "processor_config.json", "preprocessor_config.json"
+    if any(Path(folder, name).is_file() for name in names):
+        return None
+    return (
+        f"use_vllm=True: {folder} has no processor ({', '.join(names)}), which vLLM needs for a class with a tower, also for text. Save it "
+        "there with `processor.save_pretrained`."
+    )
 
 
 def problem_of_end(processing_class: Any) -> str | None:
@@ -214,9 +211,10 @@ def check_tokens(rows: Iterable[Sequence[int]], tokenizer: Any, vocab_size: int,
         if max(row, default=0) < vocab_size:
             continue
         if unknown := [token for token in row if token >= vocab_size and token not in placeholders]:
+            token = f"{tokenizer.convert_ids_to_tokens(unknown[0])!r} ({unknown[0]})"
             raise ValueError(
-                f"Prompt {place} of a batch has the token {tokenizer.convert_ids_to_tokens(unknown[0])!r} ({unknown[0]}), and the model has "
-                f"embeddings of {vocab_size}. Call `model.resize_token_embeddings(len(tokenizer))`, or give the model's own tokenizer."
+                f"Prompt {place} of a batch has the token {token}, and the model has embeddings of {vocab_size}. Call "
+                "`model.resize_token_embeddings(len(tokenizer))`, or give the model's own tokenizer."
             )
 
 
@@ -228,13 +226,13 @@ def _problems_of_template(model: Any, processing_class: Any, args: Any, tools: A
     tokenizer = _tokenizer_of(model, processing_class, args) if any(prompts) or pictures else None
     if pictures and isinstance(tokenizer, PreTrainedTokenizerBase):
         yield (
-            f"The dataset has a column {min(pictures)!r} of pictures, and the processing class is a tokenizer, which reads none. Remove the "
-            "column, or give a model of pictures and its processor."
+            f"The dataset has a column {min(pictures)!r}, and the processing class is a tokenizer, which reads no pictures. "
+            "Remove the column, or give the model's processor."
         )
     elif tokenizer is not None and getattr(tokenizer, "chat_template", None) is None:
         yield (
-            "The prompts are lists of messages, and the tokenizer has no chat template. Set `tokenizer.chat_template` and give the "
-            "tokenizer as `processing_class`, or save it with the model; or give prompts that are texts."
+            "The prompts are messages, and the tokenizer has no chat template. Give a `processing_class` with one, or "
+            "prompts that are texts."
         )
     elif isinstance(tokenizer, PreTrainedTokenizerBase):
         try:
@@ -248,10 +246,8 @@ def _problems_of_template(model: Any, processing_class: Any, args: Any, tools: A
                 add_response_schema(copy(tokenizer))
         except Exception as error:
             # Code of a template raises any kind of error.
-            yield (
-                f"The chat template does not fit the first prompt or the tools ({type(error).__name__}: {error}). Change these, or give a "
-                "tokenizer with another `chat_template` as `processing_class`."
-            )
+            said = f"{type(error).__name__}: {error}"
+            yield f"The chat template does not fit the first prompt or the tools ({said}). Change these, or the template."
 
 
 def _tokenizer_of(model: Any, processing_class: Any, args: Any) -> Any:
@@ -276,15 +272,9 @@ def problems_of_reward(reward: Any, processing_class: Any) -> Iterator[str]:
         if generates:
             yield f"The reward model is a {type(reward).__name__}, which has no head for scores. {_WITH_HEAD}"
         elif type(reward).__name__.endswith(_CLASSIFIES) and getattr(reward.config, "num_labels", 1) != 1:
-            yield (
-                f"The reward model has a score for each of {[*reward.config.id2label.values()]}, and TRL takes the first. Give a function "
-                "that calls the model and chooses."
-            )
+            yield _has_scores_of(reward.config)
     elif not callable(reward):
-        yield (
-            f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, the name of a reward model or the model, "
-            "or a list of these."
-        )
+        yield f"`reward_funcs` has {reward!r} of type {type(reward).__name__}. Give a function, a model or its name."
         return
     yield from problems_of_tokenizer(reward, processing_class, "reward_processing_classes")
 
@@ -301,9 +291,20 @@ def _problem_of_reward_model(name: str) -> str | None:
     except (OSError, ValueError) as error:
         return f"The reward model {name!r} cannot be read: {error}"
     classes = config.architectures or []
-    if getattr(config, "auto_map", None) or not classes or classes[0].endswith(_CLASSIFIES):
+    if getattr(config, "auto_map", None) or not classes:
         return None
+    if classes[0].endswith(_CLASSIFIES):
+        # A configuration that says nothing has two labels of this form.
+        named = len(config.id2label) > 1 and [*config.id2label.values()] != ["LABEL_0", "LABEL_1"]
+        return _has_scores_of(config) if named else None
     return f"The reward model {name!r} is a {classes[0]}, whose scores would come from a random head. {_WITH_HEAD}"
+
+
+def _has_scores_of(config: Any) -> str:
+    return (
+        f"The reward model has a score for each of {[*config.id2label.values()]}, and TRL takes the first. Give a function "
+        "that calls the model and chooses."
+    )
 
 
 def problems_of_content(
@@ -329,20 +330,15 @@ def problems_of_content(
             yield from problems_of_prompts(data, name)
         for reward in reward_funcs if isinstance(reward_funcs, list) and has_texts(train_dataset) else []:
             if _reads_messages(reward):
-                yield (
-                    f"TRL's reward {getattr(reward, '__name__', reward)!r} reads messages, and the prompts are texts. Give prompts that are lists "
-                    "of messages, or another reward."
-                )
+                name = getattr(reward, "__name__", reward)
+                yield f"TRL's reward {name!r} reads messages, and the prompts are texts. Give messages, or another reward."
     yield from problems_of_tokenizer(model, processing_class)
     tools = tools or environment_factory
     yield from _problems_of_template(model, processing_class, args, tools, train_dataset, eval_dataset)
     for name, data in (("training", train_dataset), ("evaluation", eval_dataset)):
         yield from _problems_of_pictures(data, name)
     if videos := columns_among({"video", "videos"}, (train_dataset, eval_dataset)):
-        yield (
-            f"The dataset has a column {min(videos)!r}: videos are not supported, here or in TRL's trainer. Remove it, or "
-            "give frames as pictures in a column 'images'."
-        )
+        yield f"The dataset has a column {min(videos)!r}: videos are unsupported. Remove it, or give frames in 'images'."
 
 
 def evaluates(config: Any) -> bool:
@@ -367,8 +363,7 @@ def problems_of_evaluation(dataset: Any, reward_funcs: Any, known: Sequence[str]
 
 
 def _columns_of(data: Any) -> list[str] | None:
-    """Return the columns of a dataset's rows, `None` if only its rows tell: of a stream, or with a transform of the
-    user's own."""
+    """Return the columns of a dataset's rows, `None` if only its rows tell: a stream, or an own transform."""
     is_known = not isinstance(data, dict) and not (isinstance(data, Dataset) and data.format["type"] == "custom")
     return getattr(data, "column_names", None) if is_known else None
 
@@ -381,10 +376,9 @@ def _problems_of_columns(data: Any, reward_funcs: Any, name: str) -> Iterator[st
 
 
 def _problems_of_calls(reward_funcs: Any, columns: Iterable[str], name_of_data: str) -> Iterator[str]:
-    """Yield a problem for each reward function that does not take the arguments that TRL gives: its own, and one for
-    each column of the dataset."""
+    """Yield a problem for each reward function that does not take TRL's arguments and the dataset's columns."""
     if taken := sorted({"prompts", "completions", "trainer_state", "log_extra", "log_metric"}.intersection(columns)):
-        yield f"The {name_of_data} dataset has the columns {taken}, which are names of a reward's own arguments. Rename them."
+        yield f"The {name_of_data} dataset has the columns {taken}, names of a reward's own arguments. Rename them."
         return
     own = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
     given = dict.fromkeys([*own, *(name for name in columns if name not in ("prompt", "completion"))])
@@ -395,7 +389,7 @@ def _problems_of_calls(reward_funcs: Any, columns: Iterable[str], name_of_data: 
             name = getattr(function, "__name__", type(function).__name__)
             yield (
                 f"The reward function {name!r} cannot be called: {error}. It gets {[*given]}, among them the columns of the "
-                f"{name_of_data} dataset, by name. Give the dataset the column that it needs, and the function `**kwargs` for the others."
+                f"{name_of_data} dataset, by name. Add a missing column, and `**kwargs` for those that it does not need."
             )
 
 

@@ -27,19 +27,19 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from transformers import Trainer
 
 from ..checkpoint.load import SHARDS_FOLDER
-from ..options import MUONS
+from ..options import MUONS, optimizer_name
 from ..quantization.names import base_model, is_peft_model
 from ..sharding.zero3 import keep_float32_masters
 from .problems import raise_problems
+from .refused import REFUSED
 
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZERS_WITHOUT_SHARDS = {
+_WITHOUT_SHARDS = {
     "bitsandbytes": "its kernels take no sharded parameters. Use 'adamw_torch_8bit' or 'adamw_torch_4bit', which are torchao's",
     "Adafactor": "its factored moments mix sharded and whole tensors. Use 'adamw_torch_fused' or 'adamw_torch_8bit'",
-    "GaLore": "it projects gradients of whole matrices. Use 'adamw_torch_8bit'",
-    "APOLLO": "it projects gradients of whole matrices. Use 'adamw_torch_8bit'",
+    **dict.fromkeys(("GaLore", "APOLLO"), "it projects gradients of whole matrices. Use 'adamw_torch_8bit'"),
 }
 """Optimizers that fail on FSDP2's parameters, by package or kind, with reasons and alternatives."""
 
@@ -52,7 +52,7 @@ _PROCESSES_VARIABLE = "TRL_QARL_NUM_PROCESSES"
 _OTHER_LAUNCHES = "it is untested. Remove it, or launch with FSDP2 or DDP"
 
 _DEEPSPEED_STATES = "global_step*/*zero_pp_rank_*_optim_states.pt"
-LAUNCHES_BY_FILES = {
+_LAUNCHES_BY_FILES = {
     "global_step*/*zero_pp_rank_*_model_states.pt": "ZeRO-3",
     _DEEPSPEED_STATES: "ZeRO-1 or 2",
     "optimizer.bin": "FSDP2 and FULL_STATE_DICT",
@@ -64,10 +64,7 @@ LAUNCHES_BY_FILES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """
-    Settings of `accelerate launch`: plugins of FSDP and DeepSpeed, `None` without, a `ParallelismConfig`, and the
-    backend of compilation.
-    """
+    """Settings of `accelerate launch`: plugins of FSDP and DeepSpeed, parallelism, and the backend of compilation."""
 
     fsdp: Any = None
     deepspeed: Any = None
@@ -77,14 +74,11 @@ class Launch:
     @classmethod
     def of_arguments(cls, args: Any) -> "Launch":
         """Return the settings as variables of the environment and `args` have them, before there is an accelerator."""
-        fsdp = args.fsdp_plugin_args
-        if fsdp is None and _asks_for("FSDP"):
-            fsdp = {}
-        plugin = None if fsdp is None else _plugin_of_fsdp(fsdp)
+        fsdp = _fsdp_plugin() if _asks_for("FSDP") else None
         parallelism = args.parallelism_config
         if parallelism is None and _asks_for("PARALLELISM_CONFIG"):
             parallelism = ParallelismConfig()
-        return cls(plugin, args.deepspeed_plugin, parallelism, TorchDynamoPlugin().backend)
+        return cls(fsdp, args.deepspeed_plugin, parallelism, TorchDynamoPlugin().backend)
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> "Launch":
@@ -95,7 +89,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The name in [`LAUNCHES_BY_FILES`]."""
+        """The name in [`_LAUNCHES_BY_FILES`]."""
         if self.fsdp is not None:
             return f"FSDP2 and {self.fsdp.state_dict_type.name}"
         if self.deepspeed is not None:
@@ -103,15 +97,12 @@ class Launch:
         return "one process or DDP"
 
 
-def _plugin_of_fsdp(options: Mapping[str, Any]) -> FullyShardedDataParallelPlugin:
-    """Return accelerate's plugin with these options and those of the environment. FSDP1, which is refused, is made
-    without what needs a GPU: one process that sends its weights to the others."""
-    if int(options.get("fsdp_version") or os.environ.get("FSDP_VERSION", "1")) == 2:
-        return FullyShardedDataParallelPlugin(**options)
-    # The plugin writes this variable.
+def _fsdp_plugin() -> FullyShardedDataParallelPlugin:
+    if os.environ.get("FSDP_VERSION") == "2":
+        return FullyShardedDataParallelPlugin()
+    # FSDP1, which is refused, without what needs a GPU: one process that sends its weights to the others.
     with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
-        sends_nothing = {"sync_module_states": False, "cpu_ram_efficient_loading": False}
-        return FullyShardedDataParallelPlugin(**{**options, **sends_nothing})
+        return FullyShardedDataParallelPlugin(sync_module_states=False, cpu_ram_efficient_loading=False)
 
 
 def _asks_for(backend: str) -> bool:
@@ -119,15 +110,12 @@ def _asks_for(backend: str) -> bool:
 
 
 def problems_of_launch(launch: Launch, args: Any, has_adapter: bool, is_in_4bit: bool) -> Iterator[str]:
-    """Yield problems of the settings of `accelerate launch` with `args`, an adapter, and a base in bitsandbytes' 4
-    bits."""
+    """Yield problems of the settings of `accelerate launch` with `args`, an adapter, and a base in 4 bits."""
     if launch.parallelism is not None:
         yield from _problems_of_parallelism(launch)
     if launch.dynamo != DynamoBackend.NO:
-        yield (
-            f"accelerate was launched with the dynamo backend {launch.dynamo.value!r}, but a compiled graph ends at every "
-            "quantized layer, which looks up its low-bit weight by the version of its master. Launch with `--dynamo_backend no`."
-        )
+        reason = f"{REFUSED['torch_compile'].partition(';')[0]}. Launch with `--dynamo_backend no`"
+        yield f"accelerate was launched with the dynamo backend {launch.dynamo.value!r}: {reason}."
     # accelerate has DDP wrap the model of a process that a launcher for several has started, even a single one.
     if args.gradient_dtype == "bfloat16" and launch.fsdp is None and (launch.deepspeed or "LOCAL_RANK" in os.environ):
         yield (
@@ -144,24 +132,19 @@ def _problems_of_parallelism(launch: Launch) -> Iterator[str]:
     sizes = {name: getattr(launch.parallelism, name) for name in ("tp_size", "cp_size", "sp_size")}
     if split := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
         yield (
-            f"accelerate was launched with {', '.join(split)}, which splits matrices or sequences over processes. This is unsupported. "
-            "Launch with FSDP2, of whose `parallelism_config` only dp_replicate_size and dp_shard_size may be above 1, or with DDP."
+            f"accelerate was launched with {', '.join(split)}, which splits matrices or sequences over processes and is unsupported. "
+            "Only dp_replicate_size and dp_shard_size may be above 1, with FSDP2."
         )
     elif launch.fsdp is None:
-        yield (
-            "accelerate was launched with a `parallelism_config` and without FSDP2, which is untested. Remove it: DDP and DeepSpeed "
-            "need none (`accelerate launch --multi_gpu`)."
-        )
+        yield "accelerate was launched with a `parallelism_config` and without FSDP2, which is untested. Remove it."
 
 
 def problems_of_ignored_sharding(launch: Launch, device: str, num_processes: int) -> Iterator[str]:
     """Yield a problem if accelerate ignores a request for FSDP or DeepSpeed."""
     for name, found in (("FSDP", launch.fsdp), ("DEEPSPEED", launch.deepspeed)):
         if found is None and _asks_for(name):
-            yield (
-                f"accelerate was launched with {name}, but accelerate shards only on GPUs and would train on "
-                f"{num_processes} {device.upper()} processes with whole masters. Launch with `distributed_type: MULTI_CPU`."
-            )
+            where = f"{num_processes} {device.upper()} processes. Use `distributed_type: MULTI_CPU`"
+            yield f"accelerate was launched with {name}, but shards only on GPUs: whole masters would be on {where}."
 
 
 def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
@@ -170,14 +153,9 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     gradients and DeepSpeed keep masters in float32. `ValueError` lists unsupported settings.
     """
     launch = Launch.of(accelerator)
-    raise_problems(
-        [
-            *problems_of_ignored_sharding(launch, accelerator.device.type, accelerator.num_processes),
-            *problems_of_launch(
-                launch, args, is_peft_model(model), getattr(base_model(model), "is_loaded_in_4bit", False)
-            ),
-        ]
-    )
+    is_in_4bit = getattr(base_model(model), "is_loaded_in_4bit", False)
+    problems = [*problems_of_ignored_sharding(launch, accelerator.device.type, accelerator.num_processes)]
+    raise_problems([*problems, *problems_of_launch(launch, args, is_peft_model(model), is_in_4bit)])
     if launch.fsdp is not None:
         _keep_float32_sums(launch.fsdp, args)
         given = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
@@ -190,10 +168,8 @@ def check_launch(accelerator: Accelerator, args: Any, model: nn.Module) -> None:
     if launch.deepspeed is not None:
         zero = launch.deepspeed.deepspeed_config.get("zero_optimization", {})
         if (zero.get("offload_param") or {}).get("device") == "cpu":
-            logger.info(
-                "DeepSpeed moves float32 masters to the GPU. FSDP2 with `fsdp_offload_params: true` moves low-bit weights, an eighth of "
-                "the bytes with 4 bits."
-            )
+            text = "DeepSpeed moves float32 masters to the GPU, and FSDP2 with `fsdp_offload_params: true` low-bit weights."
+            logger.info(text)
         keep_float32_masters(launch.deepspeed.deepspeed_config)
 
 
@@ -209,12 +185,10 @@ def as_launched(args: Any) -> AbstractContextManager[None]:
     path = args.config_file or (default_config_file if os.path.isfile(default_config_file) and not args.cpu else None)
     if path is not None:
         try:
-            with open(path, encoding="utf-8") as opened:
-                content = yaml.safe_load(opened)
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"The accelerate configuration {path} cannot be read: {' '.join(str(error).split())}."
-            ) from error
+            said = " ".join(str(error).split())
+            raise ValueError(f"The accelerate configuration {path} cannot be read: {said}.") from error
         if not isinstance(content, dict):
             raise ValueError(f"The accelerate configuration {path} holds no options. `accelerate config` writes one.")
         file = load_config_from_file(path)
@@ -229,26 +203,21 @@ def launched_processes() -> int:
 
 
 def problems_of_precision(args: Any) -> Iterator[str]:
-    """Yield a problem if the launch would have a forward compute in 16 bits that `args` want in float32: transformers
-    follows the launch where neither `bf16` nor `fp16` is set, and scales and export would stay in float32."""
+    """Yield a problem if a forward would compute in 16 bits, as the launch says, and scales and export in float32."""
     launched = launched_precision()
     if launched != "no" and args.bf16 is False and not args.fp16:
-        yield (
-            f"bf16=False, but accelerate was launched with `mixed_precision: {launched}`, in which the forward would compute. They "
-            f"must agree, because rollout and export have the learner's dtype. Use bf16=True, or launch with `--mixed_precision no`"
-        )
+        said = f"accelerate was launched with `mixed_precision: {launched}`, in which the forward would compute"
+        yield f"bf16=False, but {said}. Use bf16=True, or launch with `--mixed_precision no`"
 
 
 def problems_of_resumed_launch(launch: Launch, folder: str | Path) -> Iterator[str]:
-    """Yield a problem if the checkpoint in `folder` was written by a launch whose optimizer state this one cannot
-    load."""
+    """Yield a problem if this launch cannot load the optimizer state of the checkpoint in `folder`."""
     theirs = _launch_of(folder)
-    if theirs is None or theirs == launch.name:
-        return
-    yield (
-        f"The checkpoint {folder} was written with {theirs}, and this run with {launch.name} would not find its optimizer state. Launch "
-        f"with {theirs}{_advice_to_start_anew(folder)}."
-    )
+    if theirs not in (None, launch.name):
+        yield (
+            f"The checkpoint {folder} was written with {theirs}, and this run with {launch.name} would not find its optimizer state. "
+            f"Launch with {theirs}{_advice_to_start_anew(folder)}."
+        )
 
 
 def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
@@ -265,14 +234,14 @@ def check_resumed_launch(accelerator: Accelerator, folder: str | Path) -> None:
     count = len(set(gather_object(parts)))
     if count != accelerator.num_processes:
         raise ValueError(
-            f"The checkpoint {folder} was written by {count} processes with DeepSpeed, which divides the optimizer state among them; this "
-            f"run has {accelerator.num_processes}. Launch with `--num_processes {count}`{_advice_to_start_anew(folder)}."
+            f"The checkpoint {folder} was written by {count} processes with DeepSpeed, and this run has "
+            f"{accelerator.num_processes}. Launch with `--num_processes {count}`{_advice_to_start_anew(folder)}."
         )
 
 
 def _launch_of(folder: str | Path) -> str | None:
     """Return the launch that wrote a checkpoint, `None` if it was saved with `save_only_model=True`."""
-    return next((launch for files, launch in LAUNCHES_BY_FILES.items() if any(Path(folder).glob(files))), None)
+    return next((launch for files, launch in _LAUNCHES_BY_FILES.items() if any(Path(folder).glob(files))), None)
 
 
 def _advice_to_start_anew(folder: str | Path) -> str:
@@ -293,45 +262,27 @@ def _keep_float32_sums(plugin: Any, args: Any) -> None:
 
 def _problems_of_fsdp(plugin: Any, args: Any, has_adapter: bool, is_in_4bit: bool) -> Iterator[str]:
     if plugin.fsdp_version != 2:
-        yield (
-            "accelerate was launched with FSDP1, which flattens the masters of a layer to one tensor and splits it in the middle of "
-            "rows and their scales. Use `fsdp_version: 2` (accelerate config-upgrade; `--fsdp_version 2`)."
-        )
+        yield "accelerate was launched with FSDP1, which splits rows of masters. Use `fsdp_version: 2`."
         return
     if has_adapter:
         if is_in_4bit:
-            yield "a base of bitsandbytes with FSDP2: its 4-bit weights are not sharded here. Remove `quantization_config`"
+            yield "a base of bitsandbytes with FSDP2: its weights are not sharded here. Remove `quantization_config`"
         if args.lora_mode == "merged" and not plugin.reshard_after_forward:
-            yield (
-                "lora_mode='merged' with fsdp_reshard_after_forward=false: gathered weights would stay the same while the adapter is "
-                "switched off. Use true"
-            )
-    if not isinstance(plugin.reshard_after_forward, bool):
-        yield (
-            f"fsdp_reshard_after_forward={plugin.reshard_after_forward!r}: a number reshards gathered weights over fewer "
-            "processes, which low-bit weights do not support. Use true or false"
-        )
+            yield "lora_mode='merged' with fsdp_reshard_after_forward=false: gathered weights keep the adapter. Use true"
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
-        yield (
-            "fsdp_auto_wrap_policy=SIZE_BASED_WRAP wraps parts of layers, and lists of layers, which have no forward. Use "
-            "TRANSFORMER_BASED_WRAP"
-        )
+        yield "fsdp_auto_wrap_policy=SIZE_BASED_WRAP wraps parts of layers. Use TRANSFORMER_BASED_WRAP"
     if args.save_only_model and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT:
         yield "save_only_model=True with fsdp_state_dict_type: SHARDED_STATE_DICT: parts are not saved alone. Use FULL_STATE_DICT"
     if args.sync_ref_model:
         yield "sync_ref_model=True with FSDP2: writes to the reference's gathered weights are lost. Remove it"
     kind = _kind_of_optimizer(args)
-    if kind in OPTIMIZERS_WITHOUT_SHARDS:
-        yield f"optim={_name_of_optimizer(args)!r} with FSDP2: {OPTIMIZERS_WITHOUT_SHARDS[kind]}"
+    if kind in _WITHOUT_SHARDS:
+        yield f"optim={optimizer_name(args)!r} with FSDP2: {_WITHOUT_SHARDS[kind]}"
     elif _is_offloaded(plugin) and kind not in (None, "torch", "torchao"):
-        yield (
-            f"optim={_name_of_optimizer(args)!r} with fsdp_offload_params: true: it has to step in host memory, and only optimizers of torch "
-            "and torchao are known to. Use 'muon', 'muon_8bit' or 'adamw_torch_fused'"
-        )
+        why = "it is not known to step in host memory. Use 'muon', 'muon_8bit' or 'adamw_torch_fused'"
+        yield f"optim={optimizer_name(args)!r} with fsdp_offload_params: true: {why}"
     if not args.quantize_learner:
-        yield (
-            "quantize_learner=False with FSDP2: FSDP2 gathers low-bit weights and no masters. Remove it, or launch with DDP"
-        )
+        yield "quantize_learner=False with FSDP2, which gathers low-bit weights only. Remove it, or use DDP"
 
 
 def _is_offloaded(plugin: Any) -> bool:
@@ -348,19 +299,13 @@ def _problems_of_zero(config: Mapping[str, Any], args: Any, has_adapter: bool) -
         yield f"zero_stage={stage} shards nothing. Use 1, 2 or 3, or launch with DDP (`accelerate launch --multi_gpu`)"
     if stage == 3:
         if has_adapter:
-            yield (
-                "an adapter with zero_stage=3: outside a forward no process has a complete factor of the adapter to add to the base. Use "
-                "zero_stage 1 or 2 with lora_mode='merged', or launch with FSDP2 or DDP"
-            )
+            yield "an adapter with zero_stage=3, which divides its factors. Use FSDP2, or stage 2 with lora_mode='merged'"
         if args.numerics in ("engine", "exact"):
             yield f"numerics={args.numerics!r} with zero_stage=3: it is untested. Use numerics='fast', or launch with DDP"
         if args.sync_ref_model:
             yield f"sync_ref_model=True with zero_stage=3: {_OTHER_LAUNCHES}"
         if zero.get("zero_quantized_weights"):
-            yield (
-                "zero_quantized_weights=true in DeepSpeed's configuration: low-bit weights would be made from masters rounded to 8 bits. "
-                "Remove it, or launch with FSDP2, which gathers low-bit weights"
-            )
+            yield "zero_quantized_weights=true with DeepSpeed: masters would be rounded to 8 bits. Remove it"
         if not zero.get("stage3_gather_16bit_weights_on_model_save"):
             yield "zero3_save_16bit_model=false with zero_stage=3: checkpoints would lack `model.safetensors`. Use true"
         if args.precisions is not None:
@@ -378,25 +323,16 @@ def _problems_of_zero(config: Mapping[str, Any], args: Any, has_adapter: bool) -
         if name in config:
             yield f"{name!r} in DeepSpeed's configuration: `{option}` selects it. Remove it"
     if _kind_of_optimizer(args) != "torch":
-        yield (
-            f"optim={_name_of_optimizer(args)!r} with DeepSpeed: DeepSpeed gives optimizers flat slices of masters, but this one needs "
-            "matrices or is untested. Use 'adamw_torch_fused' or 'adamw_torch', or launch with FSDP2"
-        )
+        why = "it needs matrices or is untested, and gets flat slices of masters. Use 'adamw_torch_fused', or FSDP2"
+        yield f"optim={optimizer_name(args)!r} with DeepSpeed: {why}"
     if has_adapter and stage != 3 and args.lora_mode == "adapter":
-        yield (
-            "lora_mode='adapter' with DeepSpeed: DeepSpeed broadcasts every parameter at the start, and cannot send the low-bit ones "
-            "of a frozen base. Use lora_mode='merged', or launch with FSDP2 or DDP"
-        )
-
-
-def _name_of_optimizer(args: Any) -> str:
-    # transformers may have replaced the name by a member of its enumeration.
-    return str(getattr(args.optim, "value", args.optim))
+        why = "it broadcasts all parameters, and cannot send low-bit ones. Use lora_mode='merged', or FSDP2 or DDP"
+        yield f"lora_mode='adapter' with DeepSpeed: {why}"
 
 
 def _kind_of_optimizer(args: Any) -> str | None:
-    """Return the optimizer's package, or its kind if that is in [`OPTIMIZERS_WITHOUT_SHARDS`]; `None` for Muon."""
-    name = _name_of_optimizer(args)
+    """Return the optimizer's package, or its kind if that is in [`_WITHOUT_SHARDS`]; `None` for Muon."""
+    name = optimizer_name(args)
     for kind in ("GaLore", "APOLLO", "Adafactor"):
         if kind.lower() in name:
             return kind

@@ -1,9 +1,11 @@
 """Checks of the policy's model, and changes to it that keep its numbers those of the engine."""
 
+import inspect
 import logging
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,14 +13,17 @@ import torch
 from torch import nn
 
 from ..bitwise.availability import dropout_rates
+from ..checkpoint.export import keep_generation_config
+from ..checkpoint.load import keep_masters_precise
 from ..engines.pictures import problem_of_class
 from ..models import family_of
 from ..objectives.registry import get_objective
 from ..quantization.fixed_scales import fixed_scales
 from ..quantization.inventory import Inventory
-from ..quantization.names import base_model
+from ..quantization.names import base_model, has_tower, is_peft_model
 from ..quantization.schemes import QuantScheme
 from ..quantization.storage import num_elements
+from .adapter import problems_of_adapted_model
 from .architectures import problem_of_context
 from .configuration import low_precision_masters
 
@@ -26,7 +31,33 @@ from .configuration import low_precision_masters
 logger = logging.getLogger(__name__)
 
 
-def problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
+def problem_of_kind(name: str, model: Any, config: Any) -> str | None:
+    """Return why a class of transformers, or a model, with this `config` is no causal language model, or `None`."""
+    if not getattr(model, "can_generate", lambda: False)():
+        return f"The model is a {name}, which generates no text. Give a causal language model."
+    if getattr(config, "is_encoder_decoder", False):
+        return f"The model is a {name}, whose decoder reads an encoder's output. Give a causal language model."
+    return None
+
+
+def problems_of_model(model: nn.Module, args: Any, has_pictures: bool) -> Iterator[str]:
+    """Yield the problems of a model, with its adapter, that the schemes of its layers do not decide. Of one on the
+    meta device, dtypes are not judged."""
+    base, has_adapter = base_model(model), is_peft_model(model)
+    if base.device.type != "meta":
+        yield from _problems_of_masters(model, args, has_adapter)
+    if has_adapter:
+        yield from problems_of_adapted_model(model)
+    yield from problems_of_body(base)
+    yield from _problems_of_checkpointing(base, args)
+    yield from _problems_of_dropout(model, args)
+    yield from problems_of_positions(base, args)
+    if has_pictures:
+        yield from problems_of_pictures(base, args)
+    yield from _problems_of_fixed_scales(base, args)
+
+
+def _problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
     """Yield a problem of dropout, or of noise in routers, that stays on although rollout, scoring and loss must see
     one policy: for objectives other than TRL's losses, and for adapters inside low-bit weights."""
     _, remaining = _dropout(model, args)
@@ -44,7 +75,17 @@ def problems_of_dropout(model: nn.Module, args: Any) -> Iterator[str]:
         )
 
 
-def switch_off_dropout(model: nn.Module, args: Any) -> None:
+def correct_policy(model: nn.Module, args: Any) -> None:
+    """Correct, in place, a policy with its adapter: its dropout, its class, and what its checkpoints would hold."""
+    base = base_model(model)
+    _switch_off_dropout(model, args)
+    correct_model(base, args.use_vllm)
+    keep_generation_config(base)
+    # It may have been loaded by the user.
+    keep_masters_precise(base)
+
+
+def _switch_off_dropout(model: nn.Module, args: Any) -> None:
     """Switch off dropout that TRL's `disable_dropout` misses, noise in routers, and LoRA's dropout for objectives
     other than TRL's losses."""
     off, _ = _dropout(model, args)
@@ -81,13 +122,26 @@ def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
+_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
+"""Fields by which classes of text change their logits, as TRL's loss and engines do."""
+
+
 def problems_of_body(model: Any) -> Iterator[str]:
     """Yield a problem if TRL's loss does not find the hidden states of a model: it asks the module that the class
-    names (`base_model_prefix`), which Llama 4's classes do not have (5.17); or if transformers changes a model that it
-    loads."""
+    names (`base_model_prefix`), which Llama 4's classes do not have (5.17); if transformers changes a model that it
+    loads; or if a class with a tower leaves out what the class of its text does with logits."""
+    if has_tower(model):
+        text, source = model.config.get_text_config(), inspect.getsource(type(model).forward)
+        values = {name: getattr(text, name, None) for name in _OF_LOGITS if name not in source}
+        for name in [name for name, value in values.items() if value not in (None, 1.0)]:
+            yield (
+                f"{type(model).__name__} leaves out {name}={values[name]} of its text in transformers (5.17), which TRL's loss and vLLM apply: "
+                "they would compute another policy. Train a class of text, or of pictures whose text has no such field."
+            )
     loaded = nn.Embedding.from_pretrained(torch.ones(2, 1), padding_idx=0)
     loaded.weight._is_hf_initialized = True  # pyrefly: ignore[missing-attribute]
-    with torch.no_grad():
+    # xLSTM's asks for other layers of the model.
+    with suppress(AttributeError), torch.no_grad():
         model._initialize_weights(loaded, model.is_custom_code())
     if loaded.weight[0].item() == 0:
         yield (
@@ -225,7 +279,9 @@ def check_output_head(model: nn.Module, temperature: float) -> None:
     # Logits are rounded, and their sum in tiles. accelerate's autocast of an earlier training is part of `forward`,
     # and returns float32.
     dtype = torch.bfloat16 if hasattr(model, "_original_forward") else logits.dtype
-    allowed = 4 * torch.finfo(dtype).eps * logits.abs().max().item() / temperature + 1e-3
+    # Without tokens that a class forbids, such as Chameleon's of pictures, by the smallest number or infinity.
+    largest = logits[logits > torch.finfo(logits.dtype).min / 2].abs().max().item()
+    allowed = 4 * torch.finfo(dtype).eps * largest / temperature + 1e-3
     if (difference := (fused - log_probs).abs().max().item()) > allowed:
         raise ValueError(
             f"The log-probs of TRL's loss differ from those of {type(base_model(model)).__name__}'s logits by {difference:.3g} nats: its "
@@ -234,7 +290,7 @@ def check_output_head(model: nn.Module, temperature: float) -> None:
         )
 
 
-def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Iterator[str]:
+def _problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Iterator[str]:
     """Yield a problem if the masters' dtype rounds their updates away."""
     if has_adapter and getattr(base_model(model), "is_loaded_in_4bit", False):
         # Only the adapter is trained, and kept in float32.
@@ -245,7 +301,7 @@ def problems_of_masters(model: nn.Module, args: Any, has_adapter: bool) -> Itera
     yield from low_precision_masters(args, min(dtypes, key=lambda dtype: dtype.itemsize, default=None))
 
 
-def problems_of_fixed_scales(model: nn.Module, args: Any) -> Iterator[str]:
+def _problems_of_fixed_scales(model: nn.Module, args: Any) -> Iterator[str]:
     """Yield a problem if the run's group size differs from that of the checkpoint with whose scales it starts."""
     sizes = {fixed.group_size for fixed in fixed_scales(model).values() if fixed.group_size is not None}
     if args.group_size is not None and sizes - {args.group_size}:
@@ -253,6 +309,12 @@ def problems_of_fixed_scales(model: nn.Module, args: Any) -> Iterator[str]:
             f"group_size={args.group_size} was given, and the checkpoint has groups of {', '.join(map(str, sorted(sizes)))}, which "
             "training keeps. Remove it."
         )
+
+
+def _problems_of_checkpointing(model: nn.Module, args: Any) -> Iterator[str]:
+    """Yield a problem of activations that are recomputed, as in TRL by default, for a class that cannot."""
+    if args.gradient_checkpointing and not getattr(model, "supports_gradient_checkpointing", True):
+        yield f"gradient_checkpointing=True: {type(model).__name__} does not support it. Set gradient_checkpointing=False."
 
 
 def problems_of_experts(

@@ -98,8 +98,7 @@ def problems_of_names(given: Mapping[str, Any], known: Collection[str]) -> Itera
 
 
 def is_no_folder(model: str) -> bool:
-    """Return whether the name of a model is a path without a folder, which the Hub's client would call a malformed
-    name."""
+    """Return whether a model's name is a path without a folder, for the Hub's client a malformed name."""
     return model.startswith((".", "/", "~")) and not Path(model).is_dir()
 
 

@@ -46,7 +46,10 @@ REFUSED = {
 }
 
 MODEL_INIT_KWARGS_REFUSED = {
-    "quantization_config": "the masters must stay in high precision; `scheme` quantizes the forward",
+    **dict.fromkeys(
+        ("quantization_config", "load_in_4bit", "load_in_8bit"),
+        "the masters must stay in high precision, and `scheme` quantizes the forward; for QLoRA give the trainer's `quantization_config`",
+    ),
     "use_kernels": "kernels of the Hub replace the forward of whole modules, which may leave out the quantized layers in them; "
     "leave it out",
     **dict.fromkeys(

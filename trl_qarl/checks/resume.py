@@ -17,6 +17,7 @@ from ..checkpoint.record import (
     read_json,
     scheme_settings,
 )
+from ..options import optimizer_name
 from .launch import Launch, problems_of_resumed_launch
 
 
@@ -62,7 +63,7 @@ def batch_settings(args: Any) -> dict[str, Any]:
 def state_settings(args: Any, config: Any, adapter: Mapping[str, Any] | None, optimizer: Any = None) -> dict[str, Any]:
     """Return the settings that the states of a checkpoint depend on: of the model with this `config`, of its
     `adapter`'s configuration, and of the optimizer, which is `optimizer` if the user has made it."""
-    name = str(getattr(args.optim, "value", args.optim))
+    name = optimizer_name(args)
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     settings: dict[str, Any] = {
         "optim": _SAME_STATE.get(name, name) if optimizer is None else type(optimizer).__name__,
@@ -77,8 +78,7 @@ def state_settings(args: Any, config: Any, adapter: Mapping[str, Any] | None, op
 
 
 def check_states(folder: str | Path, settings: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if the states of the checkpoint in `folder` are of other [`state_settings`]; settings that
-    only one side knows are not compared."""
+    """Raise `ValueError` if the checkpoint in `folder` has other [`state_settings`], as far as both know them."""
     folder = Path(folder)
     if (folder / RESUME_FILE).is_file() and (changed := _differing_states(read_json(folder / RESUME_FILE), settings)):
         raise ValueError(explain_differences(folder, changed))

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from datetime import date
 from enum import Enum
 from functools import cache
 from inspect import formatannotation
@@ -74,13 +75,18 @@ _MAY_BE_INFINITE = (
     *("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high"),
 )
 _SIMPLE = {int, float, bool, NoneType, list[float]}
+_TEXTS = {
+    *("output_dir", "run_name", "project", "metric_for_best_model", "cache_implementation", "vllm_server_host"),
+    *("hub_model_id", "hub_revision", "log_completions_hub_repo", "dataloader_multiprocessing_context"),
+}
+"""Inherited options of any text."""
 
 
 def problems_of_values(config: Any, inherited: type) -> Iterator[tuple[str, str]]:
     """
     Yield name and problem of each option of `config` whose value cannot be: of another type than its field's
-    annotation allows, or out of its range. Of the fields of `inherited`, a base class, only those of numbers, booleans
-    and names from a list are looked at, unless the class of `config` redefines their annotation.
+    annotation allows, or out of its range. Of the fields of `inherited`, a base class, only those of numbers,
+    booleans, texts and names from a list are looked at, unless the class of `config` redefines their annotation.
 
     Integers and floats may come from NumPy. NaN is never allowed, and text may stand for a list with one element.
     """
@@ -95,9 +101,11 @@ def problems_of_values(config: Any, inherited: type) -> Iterator[tuple[str, str]
         if any(map(math.isnan, numbers)):
             yield name, f"{name}={value!r} is not a number. Give one, or leave it out."
         elif not any(_fits(value, each) for each in allowed):
-            unquoted = _how_to_write(value) if isinstance(value, str) and str not in allowed else ""
             kind = type(value).__name__
-            yield name, f"{name}={value!r} is of type {kind}, and must be {formatannotation(hint)}.{unquoted}"
+            yield (
+                name,
+                f"{name}={value!r} is of type {kind}, and must be {formatannotation(hint)}.{_how_to_write(value, allowed)}",
+            )
         elif any(map(math.isinf, numbers)) and name not in _MAY_BE_INFINITE:
             yield name, f"{name}={value!r} must be finite. Give a smaller number, or leave it out."
         elif problem := _problem_of_range(name, value):
@@ -109,13 +117,15 @@ def _options_to_look_at(cls: type, inherited: type) -> list[tuple[str, Any, tupl
     """Return name, annotation, allowed types and enumerations of options."""
     hints, own, found = get_type_hints(cls), own_options(cls, inherited), []
     for name in cls.__dataclass_fields__:
-        hint = hints[name]
+        # TRL's annotation of the first allows `None`, by which it divides.
+        hint = int if name == "num_generations" else hints[name]
         allowed = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = [OptimizerNames] if name == "optim" else [kind for kind in allowed if _is_enum(kind)]
         # A number that a command line may give as text is looked at too.
         simple = {*allowed} - {str, NoneType}
-        if kinds or name in own or name == "output_dir" or (simple and _SIMPLE.issuperset(simple)):
-            found.append((name, hint, allowed, kinds))
+        if kinds or name in own or name in _TEXTS or (simple and _SIMPLE.issuperset(simple)):
+            # A YAML file may leave a text empty.
+            found.append((name, hint, (*allowed, NoneType) if name in _TEXTS else allowed, kinds))
     return found
 
 
@@ -123,8 +133,13 @@ def _is_enum(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Enum)
 
 
-def _how_to_write(value: str) -> str:
-    """Return how to write a number that was given as text: without a point YAML takes `1e-5` for a text."""
+def _how_to_write(value: Any, allowed: tuple[Any, ...]) -> str:
+    """Return how to write a number that was given as text, or a text that YAML takes for a number or a date: without
+    a point it takes `1e-5` for a text."""
+    if isinstance(value, Real | date) and not isinstance(value, bool) and {*allowed} == {str, NoneType}:
+        return " Write it in quotes."
+    if not isinstance(value, str) or str in allowed:
+        return ""
     number = ""
     with suppress(ValueError):
         number = f", and in YAML with a point, as {float(value):.1e}" if "e" in value.lower() else ""
@@ -162,8 +177,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def as_dict(config: Any, name: str) -> dict[str, Any]:
-    """Return an option that is a dictionary: `{}` for `None`, and JSON text of the command line parsed. Anything else
-    raises `ValueError`."""
+    """Return a dictionary option, JSON text parsed, and `{}` for `None`; raise `ValueError` for anything else."""
     value = getattr(config, name)
     if isinstance(value, str):
         given = value

@@ -40,8 +40,7 @@ Releases, `major.minor`, with which the tests have run (docs/installation.md). T
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One line of the doctor: `"ok"`, `"warning"` (works, but slower or untested) or `"error"` (does not work), the
-    result, and the remedy."""
+    """One line of the doctor: its level (a warning works, but slower or untested), the result, and the remedy."""
 
     level: Literal["ok", "warning", "error"]
     text: str
@@ -54,8 +53,7 @@ class Diagnosis:
 def diagnose(
     args: Namespace, chosen: Sequence[QuantScheme] | None, plan: QuantPlan, model: nn.Module | None
 ) -> Iterator[Diagnosis]:
-    """Check this machine, and `model`, which is on the meta device, with `plan`. `args` are the command's; `chosen`
-    are the schemes that they name."""
+    """Check this machine, and `model` on the meta device with `plan`; `chosen` are the schemes that `args` name."""
     yield Diagnosis("ok", f"{platform.platform()}, Python {platform.python_version()}")
     yield from check_versions(installed(*PACKAGES))
     yield from check_hardware(chosen)
@@ -109,11 +107,10 @@ def check_gpu(gpu: Gpu, schemes: Sequence[QuantScheme] | None = None) -> Iterato
     if any(scheme.activation == E4M3 for scheme in looked_at) and gpu.capability < (8, 9):
         text = "fp8 and w4a8 are emulated by the learner on this GPU, which is slow"
         yield Diagnosis("warning", text, "use w4a16 or w8a8, or a GPU of compute capability 8.9")
-    yield Diagnosis(
-        "ok",
-        "others measured on GPUs: INT4 with 16-bit activations is fast for up to 64 rows and saves memory, 8-bit activations are fast for "
-        "large batches (docs/schemes.md)",
+    text = (
+        "INT4 with 16-bit activations is fast for up to 64 rows and saves memory, 8-bit activations for large batches"
     )
+    yield Diagnosis("ok", f"others measured on GPUs: {text} (docs/schemes.md)")
     # One line for all schemes that are refused for the same reason.
     refused: dict[tuple[str, str], list[str]] = {}
     for scheme in looked_at:
@@ -177,13 +174,11 @@ def check_hardware(schemes: Sequence[QuantScheme] | None = None) -> Iterator[Dia
 
 
 def check_model(model: nn.Module, plan: QuantPlan, exclude_modules: Sequence[str] | None) -> Diagnosis:
-    """Say if and how a run of `model`, which may be on the meta device, trains with vLLM: exactly, with fast numerics,
-    not with vLLM, or not at all."""
+    """Say if and how a run of `model` trains with vLLM: exactly, with fast numerics, without vLLM, or never."""
     name, on_cpu = architecture(model), not torch.cuda.is_available()
     # Of options, those with which a training is judged by default.
-    args = Namespace(
-        router_aux_loss_coef=None, is_quantized=plan.is_quantized, push_to_hub=False, use_vllm=True, scheme=plan.name
-    )
+    args = Namespace(router_aux_loss_coef=None, push_to_hub=False, use_vllm=True, scheme=plan.name)
+    args.is_quantized = plan.is_quantized
     try:
         schemes, skipped = assign_schemes(model, plan, exclude_modules)
         refusals = [*problems_of_body(model), *problems_of_experts(model, args, schemes, skipped)]
@@ -201,12 +196,9 @@ def check_model(model: nn.Module, plan: QuantPlan, exclude_modules: Sequence[str
         return Diagnosis("ok", f"{name} would train with vLLM in {_name(dtype)}, which is not installed; {own}")
     if problem := problem_of_architecture(model):
         return Diagnosis("warning", f"{name} does not train with vLLM: {problem}", own)
-    obstacle = obstacle_of_model(model, dtype, schemes)
-    how = (
-        f"fast numerics, which differ by rounding (engine numerics: {obstacle})"
-        if obstacle
-        else "engine numerics, exactly"
-    )
+    how = "engine numerics, exactly"
+    if obstacle := obstacle_of_model(model, dtype, schemes):
+        how = f"fast numerics, which differ by rounding (engine numerics: {obstacle})"
     return Diagnosis("ok", f"{name} trains with vLLM in {_name(dtype)} with {how}")
 
 
@@ -250,15 +242,9 @@ def _try_engine(plan: QuantPlan) -> list[Diagnosis]:
     with tempfile.TemporaryDirectory() as folder:
         model = _tiny_model(folder).to("cpu" if on_cpu else "cuda")
         prepare_model(model, _in_small(plan), scale_dtype=dtype)
-        engine = make_engine(
-            EngineSpec.of(model, dtype),
-            on_cpu=on_cpu,
-            skip_tokenizer_init=True,
-            distributed_executor_backend="uni",
-            max_model_len=64,
-            max_num_seqs=4,
-            gpu_memory_utilization=0.1,
-        )
+        options = {"distributed_executor_backend": "uni", "max_model_len": 64, "max_num_seqs": 4}
+        options |= {"skip_tokenizer_init": True, "gpu_memory_utilization": 0.1}
+        engine = make_engine(EngineSpec.of(model, dtype), on_cpu=on_cpu, **options)
         try:
             publisher = Publisher(model, dtype, engine)
             kernels = publisher.check_engine()["kernels"]
@@ -290,15 +276,8 @@ def _tiny_model(folder: str):
     """Return a random Llama of two layers with sizes that every scheme accepts, and save it in `folder`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 64}
+    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder)
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 

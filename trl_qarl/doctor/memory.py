@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import yaml
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
@@ -21,12 +22,14 @@ from transformers import AutoConfig, PreTrainedModel
 from ..adapters.tensors import base_of, is_adapter_folder
 from ..checkpoint.load import check_release, skeleton
 from ..checkpoint.record import check_config
+from ..checks.model import problem_of_kind
 from ..optimizers.eight_bits import block_of
+from ..options import optimizer_name
 from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.plan import QuantPlan
+from ..quantization.storage import num_elements
 from ..quantization.swap import low_bit_bytes, prepare_model
-from ..quantization.weight import QuantizedWeight
 from ..sync.publisher import largest_chunk
 
 
@@ -64,8 +67,7 @@ class MemorySettings:
 
 
 def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedModel:
-    """Return a model without its weights, from its configuration. If there is no such model, `ValueError` names
-    `argument`."""
+    """Return a model without its weights. If there is no such model, `ValueError` names `argument`."""
     if is_adapter_folder(model):
         raise ValueError(f"{argument} {model} is an adapter. Name its base, {base_of(model)!r}.")
     try:
@@ -73,25 +75,22 @@ def shapes_of(model: str, trust_remote_code: bool, argument: str) -> PreTrainedM
         # A folder may name code on the Hub, for which transformers would ask even if no one answers.
         is_local = Path(model).is_dir()
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=is_local)
+        cls = getattr(transformers, (config.architectures or [""])[0], None)
+        if cls is not None and (problem := problem_of_kind(cls.__name__, cls, config)):
+            raise ValueError(problem)
         check_release(model, getattr(config, "quantization_config", None))
         return skeleton(config, trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
+        # A class may need a package, such as timm for the tower of Gemma 3n.
         raise ValueError(f"{argument} {model}: {' '.join(str(error).split())}") from error
 
 
 def parts_of_memory(
-    model: nn.Module, plan: QuantPlan, run: MemorySettings, exclude_modules=None
-) -> dict[str, dict[str, int]]:
-    """Return the bytes of each part on each GPU, by launch, for the training of a language model on the meta device,
-    which is quantized in place. Parts whose names begin with `"host "` are in the memory of the machine, for all of
-    its processes. Errors are those of [`prepare_model`], and `ValueError` for an unknown optimizer."""
-    return parts_of_runs(model, plan, [run], exclude_modules)[0]
-
-
-def parts_of_runs(
-    model: nn.Module, plan: QuantPlan, runs: list[MemorySettings], exclude_modules=None
-) -> list[dict[str, Any]]:
-    """Return [`parts_of_memory`] for each of several runs."""
+    model: nn.Module, plan: QuantPlan, runs: Sequence[MemorySettings], exclude_modules=None
+) -> list[dict[str, dict[str, int]]]:
+    """Return the bytes of each part on each GPU, by launch, for each of `runs`, trainings of a language model on the
+    meta device, which is quantized in place. Parts whose names begin with `"host "` are in the memory of the machine,
+    for all of its processes. Errors are those of [`prepare_model`], and `ValueError` for an unknown optimizer."""
     for run in runs:
         if run.optim not in OPTIMIZERS:
             raise ValueError(f"optim={run.optim!r} is not known here. Choose from {', '.join(OPTIMIZERS)}.")
@@ -102,8 +101,7 @@ def parts_of_runs(
 
 def served_bytes(model: nn.Module, low_bit_bytes: int) -> int:
     """Return the bytes of the weights of a quantized `model` in an engine, without keys and values."""
-    quantized = sum(weight.numel() for weight in _quantized(model))
-    return low_bit_bytes + 2 * (sum(parameter.numel() for parameter in model.parameters()) - quantized)
+    return low_bit_bytes + 2 * (num_elements(model.parameters()) - num_elements(_quantized(model)))
 
 
 def on_gpu(parts: dict[str, int], is_asleep: bool = False) -> int:
@@ -122,29 +120,28 @@ def on_host(parts: dict[str, int]) -> int:
 
 def _parts(model: nn.Module, low_bit_bytes: int, chunk: int, run: MemorySettings, launch: str) -> dict[str, int]:
     config = model.config.get_text_config()
-    total = held = sum(parameter.numel() for parameter in model.parameters())
+    size, quantized = num_elements(model.parameters()), num_elements(_quantized(model))
     if run.lora_rank:
         shapes = _shapes_of_adapter(model, run.lora_rank)
         # Muon treats no factor of an adapter as a matrix.
         state, total = sum(_state(shape, run.optim, False, False) for shape in shapes), sum(map(math.prod, shapes))
-        held += total - sum(weight.numel() for weight in _quantized(model))
+        # Weights of a frozen base are not kept.
+        held, kept = size - quantized + total, 4 * total
     else:
-        state = _state_of_all(model, run.optim)
+        state, total = _state_of_all(model, run.optim), size
+        held, kept = size, 4 * (size - quantized) + low_bit_bytes
     is_sharded, is_offloaded = launch != "ddp", launch == "fsdp2_offload"
     shards = run.num_gpus if is_sharded else 1
-    others = total if run.lora_rank else total - sum(weight.numel() for weight in _quantized(model))
-    # Weights of a frozen base are not kept.
-    kept = run.rollout_ahead * (4 * others + (0 if run.lora_rank else low_bit_bytes))
     state_of_training = {
         "masters": 4 * held,
         "gradients": run.gradient_bytes * total,
         "optimizer": state,
         "low-bit weights": low_bit_bytes,
-        "kept weights": kept,
+        "kept weights": run.rollout_ahead * kept,
     }
     # One process loads all weights before FSDP2 divides them. The others quantize as many for an adapter.
     num_loading = 1 if is_sharded else run.num_gpus
-    loaded = 4 * num_loading * sum(p.numel() for p in model.parameters())
+    loaded = 4 * num_loading * size
     if run.lora_rank:
         loaded += (run.num_gpus - num_loading) * low_bit_bytes
     if is_offloaded:
@@ -241,7 +238,7 @@ def _rounding(model: nn.Module, shards: int, run: MemorySettings) -> tuple[int, 
     """Return the bytes of host memory beyond pinned masters, and beyond gradients and low-bit weights, for all
     processes. Each process pins as many rows of a tensor as the largest shard has, and torch pins powers of two (2.13,
     https://github.com/vllm-project/vllm/issues/56410)."""
-    weights = {id(weight.parameter): weight for weight in _quantized_weights(model)}
+    weights = {id(weight.parameter): weight for _, weight in Inventory.of(model).weights()}
 
     def beyond(num_bytes: int, num_rows: int) -> int:
         largest = num_bytes * -(-num_rows // shards) // num_rows
@@ -263,19 +260,14 @@ def _rounding(model: nn.Module, shards: int, run: MemorySettings) -> tuple[int, 
     return of_masters, of_others
 
 
-def _quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
-    return [weight for layer in Inventory.of(model).layers.values() for weight in layer.quantized_weights.values()]
-
-
 def _quantized(model: nn.Module) -> list[torch.Tensor]:
-    return [weight.parameter for weight in _quantized_weights(model)]
+    return [weight.parameter for _, weight in Inventory.of(model).weights()]
 
 
 def _sizes_of_layers(model: nn.Module, low_bit_bytes: int) -> tuple[list[tuple[int, int]], int]:
-    """Return the bytes of the gathered weights of each decoder layer, and its number of weights, and the number of
-    weights outside of layers."""
-    quantized = {id(weight) for weight in _quantized(model)}
-    num_quantized = sum(p.numel() for p in model.parameters() if id(p) in quantized)
+    """Return gathered bytes and number of weights of each decoder layer, and the number of other weights."""
+    quantized = {id(weight): weight for weight in _quantized(model)}
+    num_quantized = num_elements(quantized.values())
     layers: dict[str, tuple[int, int]] = {}
     outside = 0
     for name, parameter in model.named_parameters():
@@ -317,7 +309,7 @@ def check_host_memory(args: Any, model: Any, peft_config: Any) -> None:
     except ValueError:
         # Loading it reports this.
         return
-    optim = str(getattr(args.optim, "value", args.optim))
+    optim = optimizer_name(args)
     run = MemorySettings(
         args.world_size,
         # Of others the state is counted too small.
@@ -327,7 +319,7 @@ def check_host_memory(args: Any, model: Any, peft_config: Any) -> None:
         gradient_bytes=2 if args.gradient_dtype == "bfloat16" else 4,
     )
     small = replace(run, optim="muon_8bit", gradient_bytes=2)
-    found = parts_of_runs(shapes, args.plan, [run, small], args.exclude_modules)
+    found = parts_of_memory(shapes, args.plan, [run, small], args.exclude_modules)
     share = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)) / args.world_size
     needed, smaller = (share * on_host(parts["fsdp2_offload"]) / 1e9 for parts in found)
     available = memory_of_machine() / 1e9
@@ -341,8 +333,7 @@ def check_host_memory(args: Any, model: Any, peft_config: Any) -> None:
 
 
 def launch_configuration(launch: str, num_gpus: int) -> dict[str, Any]:
-    """Return the content of a file for `accelerate launch --config_file` on one machine: TRL's file, with settings of
-    this launch."""
+    """Return the content of a file for `accelerate launch --config_file`: TRL's, with settings of this launch."""
     is_sharded = launch != "ddp"
     name = "fsdp2" if is_sharded else "multi_gpu" if num_gpus > 1 else "single_gpu"
     configuration = yaml.safe_load((files("trl") / f"accelerate_configs/{name}.yaml").read_text())

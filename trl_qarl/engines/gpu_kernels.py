@@ -116,12 +116,9 @@ def kernel_arguments(
         raise ValueError("\n".join(reasons))
     linear = {name: choose_kernels(scheme, gpu) for name, scheme in schemes.items()}
     # "Linear" includes experts; a dense model ignores the option for them.
-    experts = [
-        choice
-        for name, choice in linear.items()
-        if groups[name]["targets"] == ["Linear"] or any("experts" in target for target in groups[name]["targets"])
-    ]
-    config = _kernel_config(linear.values(), experts)
+    targets = {name: groups[name]["targets"] for name in linear}
+    of_experts = [name for name, each in targets.items() if each == ["Linear"] or any("experts" in t for t in each)]
+    config = _kernel_config(linear.values(), [linear[name] for name in of_experts])
     return {"kernel_config": config} if config else {}
 
 

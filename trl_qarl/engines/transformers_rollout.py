@@ -8,7 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    SuppressTokensLogitsProcessor,
+)
 from typing_extensions import override
 
 from ..quantization.names import base_model
@@ -28,7 +34,7 @@ class OwnGenerationConfig(GenerationConfig):
 class SamplingLogProbs(LogitsProcessor):
     """
     Logits processor that records the log-prob of each sampled token under `softmax(scores / temperature)`, before any
-    truncation (top-k, top-p, min-p), as the learner computes it.
+    truncation (top-k, top-p, min-p) and suppression of tokens, as the learner computes it.
 
     It sees the scores before a token is drawn, so step `t` is settled at step `t + 1` or in
     [`~SamplingLogProbs.finish`]. Only one `(B, V)` tensor is held at a time.
@@ -90,7 +96,15 @@ def record_sampling_logps(model: PreTrainedModel, temperature: float) -> Iterato
 
     def collect_with_recorder(*args, **kwargs):
         _check_distribution(kwargs, given)
-        return collect(*args, **kwargs | {"logits_processor": LogitsProcessorList([recorder])})
+        processors = collect(*args, **kwargs | {"logits_processor": LogitsProcessorList([recorder])})
+        # TRL suppresses the placeholder of pictures. The learner computes its probability too, and so does vLLM, which
+        # draws completions with one again.
+        for place, processor in enumerate(processors):
+            if isinstance(processor, SuppressTokensLogitsProcessor):
+                processors.remove(recorder)
+                processors.insert(place, recorder)
+                break
+        return processors
 
     def generate_and_record(*args, **kwargs):
         nonlocal given, recorder

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """TRL's values of `loss_type`."""
 
+TBPO_OPTIONS = ("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high", "mismatch_cap")
+
 
 class Loss(NamedTuple):
     """

@@ -6,26 +6,21 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from .objective import LOSS_TYPES, Objective
+from .objective import LOSS_TYPES, TBPO_OPTIONS, Objective
 
 
 OBJECTIVES = ("tbpo", *LOSS_TYPES)
 """TBPO, and TRL's own losses by their `loss_type` names."""
 
-TBPO_OPTIONS = ("positive_epsilon_high", "negative_epsilon_low", "negative_epsilon_high", "mismatch_cap")
-
 
 def get_objective(config: Any) -> Objective | None:
-    """Return the objective of a [`QaRLConfig`], with the result and the errors of [`find_objective`]."""
-    return find_objective(config.loss_type, config.objective_kwargs)
-
-
-def find_objective(name: str, options: Mapping[str, Any] | None = None) -> Objective | None:
     """
-    Return the objective with a name of [`OBJECTIVES`], `None` for a loss that TRL computes. `"module:Class"` names a
-    subclass of [`Objective`] in a module that can be imported from the current folder or the environment, and
-    `options` are its arguments. `ValueError` is raised if there is no such objective, or if it does not take them.
+    Return the objective of a [`QaRLConfig`], by its `loss_type` of [`OBJECTIVES`]; `None` for a loss of TRL.
+    `"module:Class"` names a subclass of [`Objective`] in a module that can be imported from the current folder or the
+    environment, and `objective_kwargs` are its arguments. `ValueError` is raised if there is no such objective, or if
+    it does not take them.
     """
+    name, options = config.loss_type, config.objective_kwargs
     if ":" in name:
         return _of_user(name, options or {})
     if name not in OBJECTIVES:

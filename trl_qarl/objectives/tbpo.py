@@ -18,14 +18,13 @@ all sequences, and an empty completion contributes 0, as in TRL's `loss_type="gr
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from ..forward import Batch
-from .objective import Loss, Objective
-from .ratios import mismatch_weight, sequence_log_ratio
+from .objective import TBPO_OPTIONS, Loss, Objective
 
 
 # Far outside every trust band, far below overflow: exp(89) is inf in float32, and the gradient 0 * inf of a dropped
@@ -34,48 +33,58 @@ MAX_LOG_RATIO = 20.0
 
 _RESHAPES = "it reshapes the sampling distribution, so sampling log-probs and the learner's would differ"
 
-REFUSED_BY_TBPO = {
+_REASONS = {
     "epsilon": "TBPO's bounds are `positive_epsilon_high`, `negative_epsilon_low` and `negative_epsilon_high`",
     "epsilon_high": "it bounds a token's ratio; TBPO's bound of a sequence's mean ratio is `positive_epsilon_high`, 4e-4 "
     "in the paper",
     "delta": "the upper bound for negative advantages is `negative_epsilon_high`",
     "importance_sampling_level": "TBPO's ratio is the geometric mean over the sequence; leave it out",
-    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "it belongs to `loss_type='sapo'`"),
-    **dict.fromkeys(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "it belongs to `loss_type='vespo'`"
-    ),
+    "sapo_temperature_neg sapo_temperature_pos": "it belongs to `loss_type='sapo'`",
+    "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg": "it belongs to `loss_type='vespo'`",
     "off_policy_mask_threshold": "TBPO drops off-policy sequences by its band; narrow `negative_epsilon_low/high` instead",
     "top_entropy_quantile": "a token mask would change the geometric mean; use `loss_type='grpo'`",
-    **dict.fromkeys(
-        ("entropy_coef", "use_adaptive_entropy"),
-        "the entropy bonus is a token-level term; use `loss_type='grpo'`",
-    ),
-    **dict.fromkeys(
-        (
-            "vllm_importance_sampling_mode",
-            "vllm_importance_sampling_clip_max",
-            "vllm_importance_sampling_clip_min",
-            "vllm_importance_sampling_cap",
-        ),
-        "TBPO's mismatch weight is the sequence's geometric mean; its bound is `mismatch_cap`",
-    ),
+    "entropy_coef use_adaptive_entropy": "the entropy bonus is a token-level term; use `loss_type='grpo'`",
+    "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+    "vllm_importance_sampling_cap": "TBPO's mismatch weight is the sequence's geometric mean; its bound is `mismatch_cap`",
     "top_p": f"{_RESHAPES}; use 1.0",
     "top_k": f"{_RESHAPES}; use 0",
     "min_p": f"{_RESHAPES}; leave it unset",
     "repetition_penalty": f"{_RESHAPES}; use 1.0",
 }
+REFUSED_BY_TBPO = {name: why for names, why in _REASONS.items() for name in names.split()}
 """Inherited options that TBPO replaces, or that have no meaning for one clipped ratio per sequence, with reasons."""
 
 
-class TBPOOutput(NamedTuple):
-    """Effect of [`tbpo_loss`] on each sequence: detached tensors of shape `(B,)`; flags are `bool`."""
+def sequence_log_ratio(
+    per_token_logps: torch.Tensor, reference_per_token_logps: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """
+    Log of the geometric-mean probability ratio: `1/L sum_t m_t (per_token_logps - reference_per_token_logps)`.
 
-    ratio: torch.Tensor
-    mismatch_weight: torch.Tensor
-    dropped_positive_high: torch.Tensor
-    dropped_negative_low: torch.Tensor
-    dropped_negative_high: torch.Tensor
-    is_empty: torch.Tensor
+    All arguments have shape `(B, T)`, the result `(B,)`, float32 or wider. Positions where `mask` is zero may have any
+    value, including NaN and inf. A token whose reference is NaN (vLLM may return it) counts in `L` with a difference
+    of 0; a NaN in `per_token_logps` is not hidden. An empty completion gives 0.
+    """
+    mask = mask.bool()
+    has_both = mask & ~torch.isnan(reference_per_token_logps)
+    dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
+    # Select before subtracting: NaN * 0 is NaN, in the value and in the gradient.
+    log_ratio = torch.where(has_both, per_token_logps.to(dtype), 0.0)  # (B, T)
+    log_ratio = log_ratio - torch.where(has_both, reference_per_token_logps.to(dtype), 0.0)
+    return log_ratio.sum(-1) / mask.sum(-1).clamp(min=1)  # (B,)
+
+
+@torch.no_grad()
+def mismatch_weight(
+    old_per_token_logps: torch.Tensor, sampling_per_token_logps: torch.Tensor, mask: torch.Tensor, cap: float
+) -> torch.Tensor:
+    """
+    Return the weight `w~` (Eq. 5) that corrects for sampling with the engine instead of the learner: shape `(B,)`, in
+    `[1/cap, cap]`, without gradient, 1 for an empty completion. Tokens are handled as in [`sequence_log_ratio`]. A
+    `cap` of 1 turns the correction off.
+    """
+    log_weight = sequence_log_ratio(old_per_token_logps, sampling_per_token_logps, mask)
+    return torch.exp(log_weight.clamp(-math.log(cap), math.log(cap)))  # (B,)
 
 
 def trust_band_clip(
@@ -103,77 +112,39 @@ def trust_band_clip(
     return torch.where(advantages > 0, positive, torch.where(advantages < 0, negative, constant))
 
 
-def tbpo_loss(
-    per_token_logps: torch.Tensor,
-    old_per_token_logps: torch.Tensor,
-    sampling_per_token_logps: torch.Tensor | None,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    positive_epsilon_high: float,
-    negative_epsilon_low: float,
-    negative_epsilon_high: float,
-    mismatch_cap: float,
-) -> tuple[torch.Tensor, TBPOOutput]:
+def tbpo_loss(batch: Batch, *, mismatch_cap: float, **epsilons: float) -> Loss:
     """
-    Return the TBPO loss of a batch, to be minimised, and its effect on each sequence (equations at the top).
+    Return the TBPO loss of a batch (equations at the top), whose epsilons are arguments of [`trust_band_clip`], and
+    `mismatch_cap` that of [`mismatch_weight`]. Advantages of another shape than `(B,)` raise `ValueError`.
 
-    Tensors are those of a [`~trl_qarl.forward.Batch`]; only `per_token_logps` receives gradient. Without
-    `sampling_per_token_logps` every mismatch weight is 1. The epsilons are arguments of [`trust_band_clip`],
-    `mismatch_cap` is that of [`mismatch_weight`]. Advantages of another shape than `(B,)` raise `ValueError`.
+    The metrics `tbpo/ratio/*` count completions that are not empty. Among these, `tbpo/dropped/positive_high` counts
+    positive advantages, `tbpo/dropped/negative_{low,high}` negative ones, and `tbpo/dropped/total` both. Gathered over
+    processes and reduced by [`~trl_qarl.objectives.objective.reduce_metrics`], they are exact for any split.
     """
+    old, sampling, advantages, mask, now = batch
+    assert now is not None
     # A (B, 1) tensor, as in TRL's own loss, would silently broadcast to (B, B).
-    if advantages.shape != per_token_logps.shape[:1]:
-        raise ValueError(f"advantages must have shape ({len(per_token_logps)},), got {tuple(advantages.shape)}.")
-    log_ratio = sequence_log_ratio(per_token_logps, old_per_token_logps.detach(), mask)  # (B,)
+    if advantages.shape != now.shape[:1]:
+        raise ValueError(f"advantages must have shape ({len(now)},), got {tuple(advantages.shape)}.")
+    log_ratio = sequence_log_ratio(now, old.detach(), mask)  # (B,)
     ratio = torch.exp(torch.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio))
-    clipped_ratio = trust_band_clip(
-        ratio, advantages, positive_epsilon_high, negative_epsilon_low, negative_epsilon_high
-    )
-    if sampling_per_token_logps is None:
-        weight = torch.ones_like(ratio)
-    else:
-        weight = mismatch_weight(old_per_token_logps, sampling_per_token_logps, mask, mismatch_cap)
+    weight = mismatch_weight(old, sampling, mask, mismatch_cap)
     is_empty = ~mask.bool().any(-1)
-    objective = torch.where(is_empty, 0.0, weight * clipped_ratio * advantages)  # (B,)
+    objective = weight * trust_band_clip(ratio, advantages, **epsilons) * advantages  # (B,)
+    value = -torch.where(is_empty, 0.0, objective).mean()
 
-    ratio = ratio.detach()
-    output = TBPOOutput(
-        ratio=ratio,
-        mismatch_weight=weight.detach(),
-        dropped_positive_high=(advantages > 0) & (ratio > 1.0 + positive_epsilon_high),
-        dropped_negative_low=(advantages < 0) & (ratio < 1.0 - negative_epsilon_low),
-        dropped_negative_high=(advantages < 0) & (ratio > 1.0 + negative_epsilon_high),
-        is_empty=is_empty,
-    )
-    return -objective.mean(), output
-
-
-def tbpo_metrics(output: TBPOOutput, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
-    """
-    Return one value per sequence for each `tbpo/*` metric, shape `(B,)`, NaN if the sequence does not count.
-
-    Gather over processes, then call [`~trl_qarl.objectives.objective.reduce_metrics`]: the result is exact for any
-    split of the batch. `tbpo/ratio/*` counts completions that are not empty. Among these,
-    `tbpo/dropped/positive_high` counts positive advantages, `tbpo/dropped/negative_{low,high}` negative ones, and
-    `tbpo/dropped/total` both.
-    """
-    ratio = output.ratio.masked_fill(output.is_empty, math.nan)
-    positive, negative = advantages > 0, advantages < 0
-    total = output.dropped_positive_high | output.dropped_negative_low | output.dropped_negative_high
-
-    def share(dropped: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        return dropped.to(ratio.dtype).masked_fill(~counts | output.is_empty, math.nan)
-
-    return {
-        "tbpo/ratio/mean": ratio,
-        "tbpo/ratio/min": ratio,
-        "tbpo/ratio/max": ratio,
-        "tbpo/dropped/positive_high": share(output.dropped_positive_high, positive),
-        "tbpo/dropped/negative_low": share(output.dropped_negative_low, negative),
-        "tbpo/dropped/negative_high": share(output.dropped_negative_high, negative),
-        "tbpo/dropped/total": share(total, positive | negative),
+    ratio, positive, negative = ratio.detach(), advantages > 0, advantages < 0
+    shares = {
+        "positive_high": (ratio > 1.0 + epsilons["positive_epsilon_high"], positive),
+        "negative_low": (ratio < 1.0 - epsilons["negative_epsilon_low"], negative),
+        "negative_high": (ratio > 1.0 + epsilons["negative_epsilon_high"], negative),
     }
+    is_dropped = torch.stack([is_outside & counts for is_outside, counts in shares.values()]).any(0)
+    shares["total"] = (is_dropped, positive | negative)
+    metrics = {f"tbpo/ratio/{kind}": ratio.masked_fill(is_empty, math.nan) for kind in ("mean", "min", "max")}
+    for name, (dropped, counts) in shares.items():
+        metrics[f"tbpo/dropped/{name}"] = dropped.to(ratio.dtype).masked_fill(~counts | is_empty, math.nan)
+    return Loss(value, metrics, sequence_log_ratio(now, old, mask).exp().unsqueeze(1))
 
 
 class TBPO(Objective):
@@ -183,21 +154,7 @@ class TBPO(Objective):
 
     @override
     def loss(self, config: Any, batch: Batch) -> Loss:
-        now, old = batch.per_token_logps, batch.old_per_token_logps
-        assert now is not None
-        value, output = tbpo_loss(
-            now,
-            old,
-            batch.sampling_per_token_logps,
-            batch.advantages,
-            batch.mask,
-            positive_epsilon_high=config.positive_epsilon_high,
-            negative_epsilon_low=config.negative_epsilon_low,
-            negative_epsilon_high=config.negative_epsilon_high,
-            mismatch_cap=config.mismatch_cap,
-        )
-        ratio = sequence_log_ratio(now, old, batch.mask).exp().unsqueeze(1)
-        return Loss(value, tbpo_metrics(output, batch.advantages), ratio)
+        return tbpo_loss(batch, **{name: getattr(config, name) for name in TBPO_OPTIONS})
 
     @override
     def problems(self, config: Any) -> Iterator[str]:

@@ -3,10 +3,9 @@ Experts of a mixture with a forward on the low-bit form of their matrices and a 
 the product of a mixture's experts that learner and engines share.
 
 transformers keeps the matrices of a layer's `E` experts in two parameters: `gate_up_proj`, `(E, 2 I, H)`, with the `I`
-rows of an expert's gate before those of its up projection, and `down_proj`, `(E, H, I)`. Every row has its own scales,
-so each parameter is quantized like one matrix of `E * N` rows, and an expert's tensors are views of it. An expert
-without tokens gets a gradient of zeros. Experts without a gate have an `up_proj`, `(E, I, H)`. Those of gpt-oss and
-Llama 4 have transposed masters ([`TransposedSource`]), gpt-oss' also biases, and rows of gate and up projection that
+rows of an expert's gate before those of its up projection, or `up_proj`, `(E, I, H)`, without a gate; and `down_proj`,
+`(E, H, I)`. Each is quantized like one matrix of `E * N` rows, of which an expert's tensors are views. gpt-oss and
+Llama 4 have transposed masters ([`TransposedSource`]), gpt-oss also biases, and rows of gate and up projection that
 alternate.
 
 For a token `x` with the experts `e_1 ... e_k` and their weights `w_1 ... w_k`:
@@ -19,16 +18,9 @@ For a token `x` with the experts `e_1 ... e_k` and their weights `w_1 ... w_k`:
 Each expert multiplies the tokens routed to it in one product. If the rows of that product are independent, no token's
 result depends on other tokens.
 
-[`grouped_experts`] multiplies all experts of a layer in one product, for fast numerics on GPUs. Rows are sorted by
-expert, and `torch.nn.functional.grouped_mm` multiplies each group of rows `G_e` by its expert's matrix:
-
-    y[G_e]      = x[G_e] @ w'[e].T
-    grad x[G_e] = grad y[G_e] @ w'[e]
-    grad w[e]   = grad y[G_e].T @ x[G_e]     straight through to the master; 0 for an expert without rows
-
-`w'` are the low-bit weights of all experts, expanded to the dtype of `x` at each use. The numbers are those of one
-product per expert up to the order of summation, so engine numerics do not use it. Schemes with activations in 8 bits
-do not use it either: `scaled_grouped_mm` exists only on GPUs and takes scales in another layout.
+[`grouped_experts`] multiplies all experts of a layer in one product, for fast numerics on GPUs: the numbers are the
+same up to the order of summation. Schemes with activations in 8 bits do not use it: `scaled_grouped_mm` exists only on
+GPUs and takes scales in another layout.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,8 +60,7 @@ class QuantizedExperts(QuantizedLayer):
     The experts of a layer with a quantized forward and a straight-through gradient to their masters.
 
     Made by [`~QuantizedExperts.from_experts`]. The experts' implementation in the model's configuration has no effect.
-    Caches work as in [`~trl_qarl.quantization.linear.QuantizedLinear`]. `num_experts` is also the index of a slot to
-    skip, and `experts_class` the class of the module it was made from.
+    `num_experts` is also the index of a slot to skip, and `experts_class` the class of the module it was made from.
     """
 
     num_experts: int
@@ -135,8 +126,7 @@ class QuantizedExperts(QuantizedLayer):
             y = grouped_experts(tokens, top_k_index, top_k_weights, self.num_experts, *operands, self._activation)
             self.kernel_name = expanded_name(GROUPED, self.scheme, tokens.dtype)
             return y.view_as(hidden_states)
-        operands = self._low_bit_operands if is_quantized else self._dense_operands
-        inner, outer = map(operands, self.quantized_weights.values())
+        inner, outer = (self._operands(weight, is_quantized) for weight in self.quantized_weights.values())
         kernels: set[str] = set()
 
         def product(rows, low_bit, bias):
@@ -145,9 +135,9 @@ class QuantizedExperts(QuantizedLayer):
             return y, seen
 
         def linear(rows: torch.Tensor, operand: Any) -> torch.Tensor:
-            if not is_quantized:
-                return F.linear(rows, *(None if each is None else each.to(rows.dtype) for each in operand))
             low_bit, master, bias = operand
+            if low_bit is None:
+                return F.linear(rows, master.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
             return straight_through_linear(rows, low_bit, bias, master, product)
 
         y = experts_product(tokens, top_k_index, top_k_weights, inner, outer, linear, self._activation)
@@ -160,25 +150,21 @@ class QuantizedExperts(QuantizedLayer):
         """Function of the rows between the two products."""
         return partial(self.experts_class._apply_gate, self) if self.has_gate else self.act_fn
 
-    def _of_each(self, stacked: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    def _operands(self, weight: QuantizedWeight, is_quantized: bool) -> list[tuple[Any, ...]]:
+        """Return low-bit weight, master and bias of each expert, `None` for each that its product does not take."""
+        low_bit, *others = self._stacked_operand(weight, is_quantized)
+        none = [None] * self.num_experts
+        blocks = none if low_bit is None else low_bit.row_blocks(self.num_experts)
         # With `stacked[expert]` each gradient would be as large as the whole.
-        return [None] * self.num_experts if stacked is None else stacked.unbind()
+        return list(zip(blocks, *(none if stacked is None else stacked.unbind() for stacked in others), strict=True))
 
-    def _bias(self, weight: QuantizedWeight) -> torch.Tensor | None:
-        return getattr(self, f"{weight.name}_bias", None)
-
-    def _dense_operands(self, weight: QuantizedWeight) -> Sequence[tuple[torch.Tensor, torch.Tensor | None]]:
-        return list(zip(weight.master().unbind(), self._of_each(self._bias(weight)), strict=True))
-
-    def _low_bit_operands(self, weight: QuantizedWeight) -> Sequence["_Operand"]:
-        stacked, master, bias = self._stacked_operand(weight)
-        low_bit = stacked.row_blocks(self.num_experts)
-        return list(zip(low_bit, self._of_each(master), self._of_each(bias), strict=True))
-
-    def _stacked_operand(self, weight: QuantizedWeight) -> "_Operand":
+    def _stacked_operand(self, weight: QuantizedWeight, is_quantized: bool = True) -> tuple[Any, ...]:
+        bias = getattr(self, f"{weight.name}_bias", None)
+        if not is_quantized:
+            return None, weight.master(), bias
         takes_gradient = torch.is_grad_enabled() and not weight.is_frozen
         master = weight.source.gradient(weight.parameter) if takes_gradient else None
-        return weight.low_bit_weight(), master, self._bias(weight)
+        return weight.low_bit_weight(), master, bias
 
     @override
     def extra_repr(self) -> str:

@@ -1,9 +1,8 @@
 """
 Scales that a quantized checkpoint gives, and that training keeps.
 
-GPTQ, AutoRound and quantization-aware training choose scales by rules of their own, which no master gives back: a
-scheme derives the scale of a group from its largest weight, and many groups of such checkpoints do not use the largest
-code. A model that starts from one therefore keeps the scales as they are:
+GPTQ, AutoRound and quantization-aware training choose scales by rules of their own, which no master gives back. A
+model that starts from such a checkpoint therefore keeps the scales as they are:
 
     w = s q  (masters at the start),  q = round(clamp(w / s, qmin, qmax)),  s fixed
 
@@ -22,9 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .formats.base import dtype_of_scales
 from .names import base_model
 from .schemes import SCHEMES, QuantScheme
-from .weight import QuantizedLayer, QuantizedWeight, num_steps
+from .weight import QuantizedWeight, num_steps
 
 
 _ATTRIBUTE = "_trl_qarl_fixed_scales"
@@ -70,45 +70,31 @@ def held_scale(weight: QuantizedWeight) -> FixedScale:
     return FixedScale(container.name, weight.group_size, scale if step == 1 else scale / step)
 
 
-def fixed_schemes(schemes: Mapping[str, QuantScheme], scales: Mapping[str, FixedScale]) -> dict[str, QuantScheme]:
+def fixed_schemes(
+    schemes: Mapping[str, QuantScheme], scales: Mapping[str, FixedScale], dtype: torch.dtype
+) -> dict[str, QuantScheme]:
     """Return the `schemes` of layers with the group size of their fixed scales. `ValueError` is raised for a layer
-    with codes in another container, or without scales."""
-    of_layers = {name: fixed for weight, fixed in scales.items() for name in (weight, weight.rpartition(".")[0])}
-    found = {}
-    for name, scheme in schemes.items():
-        container, group_size, _ = of_layers[name]
+    with codes in another container, or with scales that an engine in `dtype` cannot hold."""
+    found = dict(schemes)
+    for weight, (container, group_size, scale) in scales.items():
+        name = weight if weight in schemes else weight.rpartition(".")[0]
+        if name not in schemes:
+            continue
+        scheme = schemes[name]
         if container != scheme.container.name:
             groups = "" if group_size is None else f" in groups of {group_size}"
             raise ValueError(
                 f"The checkpoint holds {name!r} as {container!r}{groups}, and scheme {scheme.name!r} is {scheme.container.name!r}. Use "
                 f"one of {[n for n, other in SCHEMES.items() if other.container.name == container]}, or start from the high-precision checkpoint."
             )
-        found[name] = scheme if group_size is None else replace(scheme, group_size=group_size)
-    return found
-
-
-def check_scale_dtype(
-    schemes: Mapping[str, QuantScheme], scales: Mapping[str, FixedScale], dtype: torch.dtype
-) -> None:
-    """Raise `ValueError` if layers with these `schemes`, by name, cannot hold their `scales` in the engine's
-    `dtype`."""
-    for weight, (_, _, scale) in scales.items():
-        scheme = schemes.get(weight) or schemes.get(weight.rpartition(".")[0])
-        if scheme is None:
-            continue
-        held = dtype if scheme.scale_dtype is None else getattr(torch, scheme.scale_dtype)
+        held = dtype_of_scales(scheme, dtype)
         if not torch.equal(scale.to(held).float(), scale.float()):
             raise ValueError(
                 f"The checkpoint has scales in {scale.dtype}, which {held} does not hold ({weight!r}): training would not start "
                 "from its weights. Train in the dtype of the checkpoint (`bf16`, `fp16`), or in float32 with both false."
             )
-
-
-def attach_fixed_scales(layers: Mapping[str, QuantizedLayer], scales: Mapping[str, FixedScale]) -> None:
-    """Have quantized layers keep `scales`."""
-    for name, layer in layers.items():
-        for leaf, weight in layer.quantized_weights.items():
-            weight.fixed_scale = scales[weight_name(name, leaf)].scale
+        found[name] = scheme if group_size is None else replace(scheme, group_size=group_size)
+    return found
 
 
 def weight_name(layer: str, leaf: str) -> str:

@@ -49,7 +49,6 @@ _ATTRIBUTE = "_trl_qarl_inventory"
 class LayerWeights(NamedTuple):
     """One layer by [`layer_of`], with names in the base model: its part of the `state_dict` and the owning modules."""
 
-    name: str
     tensors: dict[str, torch.Tensor]
     modules: dict[str, nn.Module]
 
@@ -112,22 +111,20 @@ class Inventory:
         return find_checkpoint_names(self.model, self.modules) if has_names else CheckpointNames()
 
     @property
+    def _low_bit(self) -> dict[str, QuantizedLayer | LowBitTensor]:
+        """Every prepared layer, and the weight of every converted one."""
+        found = {name: self.layers.get(name, getattr(module, "weight", None)) for name, module in self.modules.items()}
+        return {name: each for name, each in found.items() if isinstance(each, QuantizedLayer | LowBitTensor)}
+
+    @property
     def formats(self) -> dict[str, tuple[QuantScheme, int | None]]:
         """Scheme and group size of every prepared or converted layer."""
-        found = {name: self.layers.get(name, getattr(module, "weight", None)) for name, module in self.modules.items()}
-        return {
-            name: (source.scheme, source.group_size)
-            for name, source in found.items()
-            if isinstance(source, (QuantizedLayer, LowBitTensor))
-        }
+        return {name: (each.scheme, each.group_size) for name, each in self._low_bit.items()}
 
     @property
     def global_scales(self) -> dict[str, float]:
         """Global scale of every prepared or converted layer that has one."""
-        scales = {
-            name: self.layers[name].global_scale if name in self.layers else self.modules[name].weight.shared_scale
-            for name in self.formats
-        }
+        scales = {name: each.shared_scale for name, each in self._low_bit.items()}
         return {name: scale for name, scale in scales.items() if scale is not None}
 
     @property
@@ -170,10 +167,10 @@ class Inventory:
     def walk(self) -> Iterator[LayerWeights]:
         """Yield the weights of the model, without its adapters, layer by layer in the order of the `state_dict`.
         Sharded masters are the parts of this process; [`~trl_qarl.quantization.storage.whole`] gathers one."""
-        for layer, members in groupby(base_state_dict(self.model).items(), key=lambda item: layer_of(item[0])):
+        for _, members in groupby(base_state_dict(self.model).items(), key=lambda item: layer_of(item[0])):
             tensors = dict(members)
             owners = dict.fromkeys(tensor.rpartition(".")[0] for tensor in tensors)
-            yield LayerWeights(layer, tensors, {name: self.modules[name] for name in owners if name in self.modules})
+            yield LayerWeights(tensors, {name: self.modules[name] for name in owners if name in self.modules})
 
     def weights(self) -> Iterator[tuple[str, QuantizedWeight]]:
         """Yield every quantized weight in the same order, by the name of its linear layer or experts' parameter."""
@@ -184,20 +181,14 @@ class Inventory:
 def split_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str]]]:
     """Return the names of the matrices in each module of experts among `layers`, one by one and stacked. A pattern
     that matches only some of them does not match the module."""
-    return {
-        name: [
-            [
-                f"{name}.{expert}.{leaf}"
-                for expert in range(module.num_experts)
-                for leaves in matrices_of_experts(module).values()
-                for leaf in leaves
-            ],
-            [f"{name}.{leaf}" for leaf in matrices_of_experts(module)],
-        ]
-        for name, module in layers.items()
-        if isinstance(module, QuantizedExperts)
-        or (not isinstance(module, nn.Linear) and problem_of_experts(module) is None)
-    }
+    parts = {}
+    for name, module in layers.items():
+        if stacks_experts(module):
+            stacked = matrices_of_experts(module)
+            leaves = [leaf for matrices in stacked.values() for leaf in matrices]
+            one_by_one = [f"{name}.{expert}.{leaf}" for expert in range(module.num_experts) for leaf in leaves]
+            parts[name] = [one_by_one, [f"{name}.{leaf}" for leaf in stacked]]
+    return parts
 
 
 def layer_format(module: nn.Module, scheme: QuantScheme) -> tuple[QuantScheme, int | None]:

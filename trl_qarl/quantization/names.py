@@ -56,6 +56,12 @@ def architecture(model: nn.Module) -> str:
     return type(base_model(model)).__name__
 
 
+def method_of(described: Any) -> str | None:
+    """Return the `quant_method` of a `quantization_config`, `None` without one."""
+    method = described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
+    return getattr(method, "value", method)
+
+
 def has_tower(model: nn.Module) -> bool:
     """Return whether the language model is a part of the base model, next to a vision tower."""
     config = getattr(base_model(model), "config", None)

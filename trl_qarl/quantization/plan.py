@@ -93,26 +93,36 @@ class QuantPlan:
         quantized scheme only skipped layers.
         """
         names, parts, outside = list(names), parts or {}, outside or {}
-        hits = {}
+        rules, hits = dict(self.rules), dict[str, set[str]]()
         for pattern, scheme in self.rules:
             if pattern == DEFAULT:
                 continue
-            found = hits[pattern] = _matching_names(pattern, names, parts)
+            said, fits = f"scheme: pattern {pattern!r}", re.compile(_expression(pattern)).fullmatch
+            found = [name for name in names if matches_whole(fits, name, parts.get(name, ()), said)]
+            hits[pattern] = set(found)
+            if not found:
+                example = next(iter(names), "")
+                raise ValueError(
+                    f"{said} matches none of the {len(names)} linear layers. Give a whole name, such as {example!r}, or an expression over "
+                    f"whole names, such as 're:.*{example.rpartition('.')[2]}'."
+                )
             if scheme.is_quantized and all(name in skipped for name in found):
                 left = sorted({skipped[name] for name in found})
                 raise ValueError(
-                    f"scheme: pattern {pattern!r} asks for {scheme.name!r} but matches only layers that are not quantized, such as "
-                    f"{found[0]!r} ({'; '.join(left)}). Remove it."
+                    f"{said} asks for {scheme.name!r} but matches only layers that are not quantized, such as {found[0]!r} "
+                    f"({'; '.join(left)}). Remove it."
                 )
-        rules = dict(self.rules)
+        # A name comes before expressions, the first of which counts.
+        ordered = sorted(hits, key=lambda pattern: pattern.startswith(_EXPRESSION))
         # `re:.*mlp.*` is meant for the decoder's layers, although vision towers have MLPs too.
-        rules_outside = {p: scheme for p, scheme in rules.items() if p in hits and outside.keys() >= {*hits[p]}}
+        of_outside = [pattern for pattern in ordered if outside.keys() >= hits[pattern]]
         schemes: dict[str, QuantScheme] = {}
         reasons: dict[str, str] = {}
         for name in names:
             if name in skipped:
                 continue
-            pattern = pattern_of(rules_outside if name in outside else rules, name, parts.get(name, ()))
+            default = DEFAULT if DEFAULT in rules and name not in outside else None
+            pattern = next((p for p in (of_outside if name in outside else ordered) if name in hits[p]), default)
             scheme = rules.get(pattern or "", _HIGH_PRECISION)
             if scheme.is_quantized:
                 schemes[name] = scheme
@@ -183,14 +193,22 @@ def _rules(mapping: Mapping[str, Any], group_size: int | None) -> Iterable[tuple
         raise ValueError("scheme={} quantizes nothing. Name a scheme, or patterns with schemes.")
     has_groups = False
     for pattern, value in mapping.items():
-        _check_pattern(pattern)
+        if not isinstance(pattern, str) or not pattern:
+            raise ValueError(
+                f"scheme: {pattern!r} is not a pattern. Give names of layers, 're:' and an expression, or '_default'."
+            )
         try:
+            re.compile(_expression(pattern))
             scheme, size = _parts(value)
             own = get_scheme(scheme)
             has_groups |= own.group_size is not None
             if size is None and own.group_size is not None:
                 size = group_size
             yield pattern, get_scheme(own, size)
+        except re.error as error:
+            raise ValueError(
+                f"scheme: {pattern!r} is not a valid regular expression ({error}). Correct what follows 're:'."
+            ) from error
         except ValueError as error:
             raise ValueError(f"scheme: {pattern!r}: {error}") from None
     if group_size is not None and not has_groups:
@@ -213,47 +231,8 @@ def plan_of(options: Mapping[str, Any]) -> QuantPlan:
     return get_plan(options["scheme"], options.get("group_size"))
 
 
-def _check_pattern(pattern: Any) -> None:
-    if not isinstance(pattern, str) or not pattern:
-        raise ValueError(
-            f"scheme: {pattern!r} is not a pattern. Give names of layers, 're:' and an expression, or '_default'."
-        )
-    if pattern.startswith(_EXPRESSION):
-        try:
-            re.compile(pattern[len(_EXPRESSION) :])
-        except re.error as error:
-            raise ValueError(
-                f"scheme: {pattern!r} is not a valid regular expression ({error}). Correct what follows 're:'."
-            ) from error
-
-
-def fits(pattern: str) -> Callable[[str], Any]:
-    """Return a function that is true for the names that `pattern` matches."""
-    expression = pattern[len(_EXPRESSION) :] if pattern.startswith(_EXPRESSION) else re.escape(pattern)
-    return re.compile(expression).fullmatch
-
-
-def pattern_of(patterns: Iterable[str], name: str, parts: Sequence[Sequence[str]] = ()) -> str | None:
-    """Return the pattern that applies to a layer: its name, else the first expression in order, else `"_default"`;
-    `None` without any. `parts` are alternative lists of the names of its parts."""
-    patterns = list(patterns)
-    ordered = sorted(patterns, key=lambda pattern: pattern.startswith(_EXPRESSION))
-    matching = (p for p in ordered if p != DEFAULT and matches_whole(fits(p), name, parts, f"scheme: pattern {p!r}"))
-    return next(matching, DEFAULT if DEFAULT in patterns else None)
-
-
-def _matching_names(pattern: str, names: Sequence[str], parts: Mapping[str, Sequence[Sequence[str]]]) -> list[str]:
-    """Return the `names` of linear layers that a pattern covers. `parts` has, for layers with parts, alternative lists
-    of the parts' names. `ValueError` is raised if the pattern covers no name, or only some parts of a layer."""
-    said = f"scheme: pattern {pattern!r}"
-    covered = [name for name in names if matches_whole(fits(pattern), name, parts.get(name, ()), said)]
-    if not covered:
-        example = next(iter(names), "")
-        raise ValueError(
-            f"{said} matches none of the {len(names)} linear layers. Give a whole name, such as {example!r}, or an expression over whole names, "
-            f"such as 're:.*{example.rpartition('.')[2]}'."
-        )
-    return covered
+def _expression(pattern: str) -> str:
+    return pattern[len(_EXPRESSION) :] if pattern.startswith(_EXPRESSION) else re.escape(pattern)
 
 
 def matches_whole(fits: Callable[[str], Any], name: str, parts: Sequence[Sequence[str]], said: str) -> bool:

@@ -18,8 +18,6 @@ from .schemes import SCHEMES, QuantScheme
 
 
 Precisions = list[int] | dict[int, int]
-NESTING_BITS = tuple(sorted((scheme.grid.num_bits for scheme in SCHEMES.values() if scheme.nests), reverse=True))
-"""Bits of the schemes that nest, most first."""
 
 
 def parse_precisions(value: Any) -> Precisions | None:
@@ -50,21 +48,17 @@ def parse_precisions(value: Any) -> Precisions | None:
     return value if isinstance(value, dict) else list(value)
 
 
-def _bits(precisions: Any) -> list[Any]:
-    return list(dict.fromkeys(precisions.values() if isinstance(precisions, dict) else precisions))
-
-
 def problems_of_precisions(precisions: Precisions, plan: QuantPlan, max_steps: int) -> Iterator[str]:
     """Yield problems of `precisions` with the schemes of `plan` and with `max_steps` updates, -1 for any number."""
     nesting = [scheme.grid.num_bits for scheme in plan.schemes if scheme.nests]
+    bits_by_name = {name: scheme.grid.num_bits for name, scheme in SCHEMES.items() if scheme.nests}
     if not nesting:
-        nested = [name for name, scheme in SCHEMES.items() if scheme.nests]
         yield (
-            f"precisions={precisions} with scheme {plan.name!r}: no scheme of fewer bits nests in it. Choose one of {nested}."
+            f"precisions={precisions} with scheme {plan.name!r}: no scheme of fewer bits nests in it. Choose one of {[*bits_by_name]}."
         )
         return
-    allowed = sorted(bits for bits in NESTING_BITS if bits <= max(nesting))
-    for bits in _bits(precisions):
+    allowed = sorted(bits for bits in bits_by_name.values() if bits <= max(nesting))
+    for bits in dict.fromkeys(precisions.values() if isinstance(precisions, dict) else precisions):
         if bits not in allowed:
             yield (
                 f"precisions={precisions} has {bits} bits, which no layer of scheme {plan.name!r} can have: an engine keeps the container "

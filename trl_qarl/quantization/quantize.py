@@ -16,7 +16,6 @@ With bf16 activations the quotient often lies half way between two codes, so an 
 
 import torch
 
-from .formats.base import Format
 from .formats.e4m3 import as_halves
 from .formats.registry import format_of
 from .schemes import E4M3_CODES, INT8_CODES, QuantScheme
@@ -89,9 +88,5 @@ def dequantize_activation(codes: torch.Tensor, scale: torch.Tensor, dtype: torch
     if codes.device.type == "cpu" and codes.dtype is torch.float8_e4m3fn and dtype.itemsize <= 4:
         # Faster than a table, which evicts other data from the caches. The scale of a row with NaN is NaN as well.
         return as_halves(codes).float().mul_(scale * 256.0).to(dtype)
-    return activation_form(codes).dequantize(dtype, codes, scale)
-
-
-def activation_form(codes: torch.Tensor) -> Format:
-    """Return the format of activation codes."""
-    return format_of(INT8_CODES if codes.dtype is torch.int8 else E4M3_CODES)
+    container = INT8_CODES if codes.dtype is torch.int8 else E4M3_CODES
+    return format_of(container).dequantize(dtype, codes, scale)

@@ -22,8 +22,7 @@ class Grid:
     Codes to which numbers are rounded, and the rule that gives the scale of the numbers that share it.
 
     By default the largest magnitude is half the range of codes. With `has_signed_scales` the number of largest
-    magnitude, with its sign, is the smallest code. `type` is compressed-tensors' term for the codes, which have
-    `num_bits` bits.
+    magnitude, with its sign, is the smallest code.
     """
 
     name: str
@@ -40,10 +39,8 @@ class Grid:
 
     @property
     def scale_divisor(self) -> float:
-        """
-        Divisor that turns the largest number into the scale: half the code range, as in compressed-tensors (7.5 for
-        INT4, 127.5 for INT8, 6 for E2M1, 448 for E4M3), or the smallest code with signed scales (-8 for INT4).
-        """
+        """Divisor that turns the largest number into the scale: half the code range, as in compressed-tensors, or the
+        smallest code with signed scales."""
         qmin, qmax = self.quant_range
         return qmin if self.has_signed_scales else (qmax - qmin) / 2
 
@@ -59,7 +56,6 @@ class Container:
     Storage, transport and multiplication of codes; [`trl_qarl.quantization.formats`] has the operations.
 
     - `type`: type of the codes; `None` if weights stay as they are.
-    - `num_bits`: bits of a code in memory and in the description of a checkpoint.
     - `checkpoint_format`: compressed-tensors' name of the container.
     - `word_size`: codes in a word of the checkpoint. Rows fill whole words.
     - `group_sizes`: sizes that its kernels accept, largest first; empty for one scale per output channel.
@@ -91,15 +87,12 @@ DENSE = Container("dense", None, 16, "dense")
 @dataclass(frozen=True)
 class QuantScheme:
     """
-    One quantization scheme.
+    One quantization scheme. `ValueError` is raised if no kernel multiplies the container with such groups.
 
     - `name`: value of `scheme` in [`QaRLConfig`].
     - `grid`: codes of the weights; `None` if weights stay in high precision.
-    - `container`: storage of the codes.
     - `group_size`: input features that share a scale; `None` for one scale per output channel.
     - `activation`: codes of dynamic per-token activations; `None` for activations in 16 bits.
-
-    `ValueError` is raised if no kernel multiplies the container with such groups.
     """
 
     name: str
@@ -171,15 +164,9 @@ class QuantScheme:
         container, which a reader unpacks; a coarser grid leaves some of its codes unused."""
         container = self.container
         strategy = "channel" if group_size is None else "tensor_group" if container.has_global_scale else "group"
-        args = {
-            "num_bits": container.num_bits,
-            "type": container.type,
-            "symmetric": True,
-            "dynamic": False,
-            "strategy": strategy,
-            "group_size": group_size,
-            "scale_dtype": container.scale_dtype and f"torch.{container.scale_dtype}",
-        }
+        scale_dtype = container.scale_dtype and f"torch.{container.scale_dtype}"
+        args = {"num_bits": container.num_bits, "type": container.type, "symmetric": True, "dynamic": False}
+        args |= {"strategy": strategy, "group_size": group_size, "scale_dtype": scale_dtype}
         return {name: value for name, value in args.items() if value is not None}
 
     @property
@@ -187,13 +174,8 @@ class QuantScheme:
         """compressed-tensors' `QuantizationArgs` of the activations, or `None`."""
         if self.activation is None:
             return None
-        return {
-            "num_bits": self.activation.num_bits,
-            "type": self.activation.type,
-            "symmetric": True,
-            "strategy": "token",
-            "dynamic": True,
-        }
+        grid = {"num_bits": self.activation.num_bits, "type": self.activation.type}
+        return grid | {"symmetric": True, "strategy": "token", "dynamic": True}
 
 
 SCHEMES = {

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .experts import QuantizedExperts, has_stacked_matrices, is_released_form
-from .fixed_scales import FixedScale, attach_fixed_scales, check_scale_dtype, fixed_scales, fixed_schemes
+from .experts import QuantizedExperts, is_released_form
+from .fixed_scales import FixedScale, fixed_scales, fixed_schemes, weight_name
+from .formats.base import dtype_of_scales
 from .formats.registry import format_of
 from .gemm import low_bit_linear
 from .inventory import (
@@ -29,7 +30,7 @@ from .inventory import (
     split_experts,
 )
 from .linear import QuantizedLinear
-from .names import base_model
+from .names import base_model, method_of
 from .plan import QuantPlan, check_fused, fused_layers, get_plan
 from .schemes import QuantScheme
 from .tensors import LowBitTensor
@@ -76,15 +77,18 @@ class SwapReport:
             + ("per output channel" if size is None else f"group {size}")
             for name, size in self.converted.items()
         )
-        parts = [f"{count} {group}" for group, count in groups.items()]
-        low_bit, in_bf16 = (f"{size / 2**20:.1f} MiB" for size in (self.low_bit_bytes, self.bf16_bytes))
-        about = f"scheme {self.plan.name}: {self.layers} quantized ({', '.join(parts)})"
+        parts = ", ".join(f"{count} {group}" for group, count in groups.items())
+        low_bit, in_bf16, dropped = (
+            f"{size / 2**20:.1f} MiB" for size in (self.low_bit_bytes, self.bf16_bytes, self.dropped_bytes)
+        )
+        about = f"scheme {self.plan.name}: {self.layers} quantized ({parts})"
         lines = [f"{about}, {low_bit} low-bit against {in_bf16} in bf16"]
         if self.dropped_bytes:
-            lines.append(f"frozen: {self.dropped_bytes / 2**20:.1f} MiB of master weights dropped")
-        for reason, count in Counter(self.skipped.values()).items():
+            lines.append(f"frozen: {dropped} of master weights dropped")
+        for reason in dict.fromkeys(self.skipped.values()):
             names = [name for name, why in self.skipped.items() if why == reason]
-            lines.append(f"left alone: {count} ({reason}): {', '.join(names[:3])}{', ...' if count > 3 else ''}")
+            more = ", ..." if len(names) > 3 else ""
+            lines.append(f"left alone: {len(names)} ({reason}): {', '.join(names[:3])}{more}")
         smaller = {of.group_size or 0 for name, of in self.schemes.items() if self.converted[name] != of.group_size}
         for size in sorted(smaller):
             lines.append(f"group_size={size} does not divide every layer; the smaller sizes are above")
@@ -135,11 +139,13 @@ def swap_layers(
         return SwapReport(plan)
     candidates = Inventory.of(model).quantizable
     scheme_of = {candidates[name]: scheme for name, scheme in schemes.items()}
-    layers = _replace(model, scheme_of, lambda module: _quantized(module, scheme_of[module], scale_dtype))
+    layers = _replace(model, scheme_of, lambda module: quantize_layer(module, scheme_of[module], scale_dtype))
     named = {name: layers[candidates[name]] for name in schemes}
     share_global_scales(named)
     if scales := fixed_scales(model):
-        attach_fixed_scales(named, scales)
+        for name, layer in named.items():
+            for leaf, weight in layer.quantized_weights.items():
+                weight.fixed_scale = scales[weight_name(name, leaf)].scale
         plan = QuantPlan.of_layers(schemes)
     return report_layers(plan, named, reasons)
 
@@ -166,8 +172,7 @@ def assign_schemes(
     schemes, kept = plan.assign(candidates, reasons, split_experts(candidates), layers_outside_decoder(inventory))
     reasons |= kept
     if scales:
-        schemes = fixed_schemes(schemes, scales)
-        check_scale_dtype(schemes, scales, scale_dtype or next(model.parameters()).dtype)
+        schemes = fixed_schemes(schemes, scales, scale_dtype or next(model.parameters()).dtype)
     schemes = _in_released_form(schemes, candidates, reasons, plan)
     unread = {name for name, scheme in schemes.items() if fails_in_transformers(model, name, scheme)}
     # A plan of patterns may name them. Falcon has no others.
@@ -248,8 +253,8 @@ def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str
                 )
             scale = known[names[0]]
         else:
-            masters = [weight.master().detach() for weight in weights if not weight.is_frozen]
-            if not masters or any(master.is_meta for master in masters):
+            masters = [weight.master().detach() for weight in weights]
+            if any(master.is_meta for master in masters):
                 continue
             scale = min(format_of(weights[0].scheme.container).choose_global_scale(master) for master in masters)
         for weight in weights:
@@ -257,9 +262,11 @@ def share_global_scales(layers: Mapping[str, QuantizedLayer], known: Mapping[str
             weight.forget()
 
 
-def _quantized(module: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None) -> QuantizedLayer:
-    is_experts = has_stacked_matrices("", module)
-    return (QuantizedExperts.from_experts if is_experts else QuantizedLinear.from_linear)(module, scheme, scale_dtype)
+def quantize_layer(module: nn.Module, scheme: QuantScheme, scale_dtype: torch.dtype | None) -> QuantizedLayer:
+    """Make the quantized layer that replaces a linear layer or a module of experts."""
+    if isinstance(module, nn.Linear):
+        return QuantizedLinear.from_linear(module, scheme, scale_dtype)
+    return QuantizedExperts.from_experts(module, scheme, scale_dtype)
 
 
 def report_frozen(model: nn.Module, plan: QuantPlan | None = None) -> SwapReport:
@@ -289,12 +296,10 @@ def report_layers(plan: QuantPlan, layers: Mapping[str, QuantizedLayer], skipped
 def low_bit_bytes(weight: QuantizedWeight) -> int:
     """Return the size of a low-bit weight in bytes, without computing the weight."""
     *rows, columns = weight.shape
-    num_rows = math.prod(rows)
-    num_scales = columns // (weight.group_size or columns) * num_rows
-    container, fixed = weight.scheme.container, weight.scheme.scale_dtype
-    scale_dtype = weight.scale_dtype if fixed is None else getattr(torch, fixed)
-    of_operands = num_rows * sum(operand.dtype.itemsize for operand in format_of(container).operands)
-    return weight.shape.numel() * container.num_bits // 8 + num_scales * scale_dtype.itemsize + of_operands
+    num_rows, container = math.prod(rows), weight.scheme.container
+    scales = columns // (weight.group_size or columns) * dtype_of_scales(weight.scheme, weight.scale_dtype).itemsize
+    global_scale = 4 if container.has_global_scale else 0
+    return num_rows * (columns * container.num_bits // 8 + scales + global_scale)
 
 
 def restore_model(model: nn.Module) -> int:
@@ -319,18 +324,13 @@ def convert_model(model: nn.Module) -> int:
 
 def _replace_quantized(model: nn.Module, make: Callable[[QuantizedLayer], nn.Module]) -> int:
     layers = quantized_layers(model).values()
-    for layer in layers:
-        _check_product(layer)
-    _replace(model, layers, make)
-    return len(layers)
-
-
-def _check_product(layer: QuantizedLayer) -> None:
-    if layer.product is not low_bit_linear:
+    if any(layer.product is not low_bit_linear for layer in layers):
         raise ValueError(
             "The model has engine numerics, whose product an ordinary layer does not have. Call "
             "`trl_qarl.bitwise.attach.detach_engine_numerics(model)` first."
         )
+    _replace(model, layers, make)
+    return len(layers)
 
 
 def _replace(
@@ -396,9 +396,8 @@ def _check_not_quantized(model: nn.Module) -> None:
     model = base_model(model)
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is not None or getattr(model, "is_quantized", False):
-        method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", "unknown")
         raise ValueError(
-            f"The model is quantized already (quant_method={getattr(method, 'value', method)!r}): its masters are gone. Load "
-            "the high-precision checkpoint, without `quantization_config`, and let the scheme quantize it; or load masters with "
-            "the codes and scales of a compressed-tensors checkpoint (`trl_qarl.checkpoint.load.load_masters`)."
+            f"The model is quantized already (quant_method={method_of(config) or 'unknown'!r}): its masters are gone. Load the high-precision checkpoint, "
+            "without `quantization_config`, and let the scheme quantize it; or load masters with the codes and scales of a "
+            "compressed-tensors checkpoint (`trl_qarl.checkpoint.load.load_masters`)."
         )

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from .formats.base import Format
 from .formats.int4_packed import fp8_gemm_weight
-from .formats.registry import OPERANDS, format_of
+from .formats.registry import format_of
 from .gemm import low_bit_linear
 from .quantize import dequantize_activation, quantize_weight
 from .schemes import Container, Grid, QuantScheme, get_scheme
@@ -39,7 +39,7 @@ class LowBitTensor(TorchAOBaseTensor):
 
     - `qdata`: codes in the layout of the scheme's container ([`trl_qarl.quantization.formats`]).
     - `scale`: `(N, K / group_size)` or `(N, 1)`.
-    - `operands`: further tensors of the format, with one row for each row of the weight.
+    - `global_scale`: divisor of the scales, float32 `(N, 1)` of one value; `None` for containers without one.
     - `orig_dtype`: dtype of the master, and the `dtype` of this tensor.
     - `gathered_shape`: shape of a sharded master whose codes and scales FSDP2 has gathered, and the `shape` of this
       tensor. FSDP2 frees them after use and fills them again, so nothing derived from them is cached.
@@ -47,10 +47,11 @@ class LowBitTensor(TorchAOBaseTensor):
 
     tensor_data_names = ["qdata", "scale"]
     tensor_attribute_names = ["scheme", "orig_dtype", "gathered_shape"]
-    optional_tensor_data_names = [*OPERANDS]
+    optional_tensor_data_names = ["global_scale"]
 
     qdata: torch.Tensor
     scale: torch.Tensor
+    global_scale: torch.Tensor | None
     scheme: QuantScheme
     orig_dtype: torch.dtype
     gathered_shape: tuple[int, ...] | None
@@ -63,14 +64,12 @@ class LowBitTensor(TorchAOBaseTensor):
         scheme: QuantScheme,
         orig_dtype: torch.dtype,
         gathered_shape: tuple[int, ...] | None = None,
-        **operands: torch.Tensor | None,
+        global_scale: torch.Tensor | None = None,
     ):
         shape = gathered_shape or (qdata.shape[0], format_of(scheme.container).in_features(qdata))
         new = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=orig_dtype, device=qdata.device)
-        new.qdata, new.scale = qdata, scale
+        new.qdata, new.scale, new.global_scale = qdata, scale, global_scale
         new.scheme, new.orig_dtype, new.gathered_shape = scheme, orig_dtype, gathered_shape
-        for name in OPERANDS:
-            setattr(new, name, operands.get(name))
         new._kept = {}
         return new
 
@@ -87,11 +86,16 @@ class LowBitTensor(TorchAOBaseTensor):
         return cls.from_parts(quantize_weight(weight, scheme, scale_dtype, global_scale, scale), scheme, weight.dtype)
 
     @classmethod
-    def from_parts(cls, parts: Iterable[torch.Tensor], scheme: QuantScheme, *attributes: Any) -> "LowBitTensor":
-        """Return the inverse of [`~LowBitTensor.parts`]; `attributes` follow `scheme` in the constructor."""
-        codes, scale, *operands = parts
-        names = (operand.name for operand in format_of(scheme.container).operands)
-        return cls(codes, scale, scheme, *attributes, **dict(zip(names, operands, strict=True)))
+    def from_parts(
+        cls,
+        parts: Iterable[torch.Tensor],
+        scheme: QuantScheme,
+        orig_dtype: torch.dtype,
+        gathered_shape: tuple[int, ...] | None = None,
+    ) -> "LowBitTensor":
+        """Return the inverse of [`~LowBitTensor.parts`]."""
+        codes, scale, *global_scale = parts
+        return cls(codes, scale, scheme, orig_dtype, gathered_shape, *global_scale)
 
     @property
     def format(self) -> Format:
@@ -99,8 +103,9 @@ class LowBitTensor(TorchAOBaseTensor):
         return format_of(self.scheme.container)
 
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """Return codes, scales and the format's operands, each with one row for each row of the weight."""
-        return self.qdata, self.scale, *(getattr(self, operand.name) for operand in self.format.operands)
+        """Return codes, scales and, if there is one, the global scale; each has a row for each row of the weight."""
+        parts = self.qdata, self.scale
+        return parts if self.global_scale is None else (*parts, self.global_scale)
 
     def differs_only_in_codes(self, other: "LowBitTensor") -> bool:
         """Return whether everything except the codes is equal."""
@@ -137,8 +142,8 @@ class LowBitTensor(TorchAOBaseTensor):
 
     @property
     def shared_scale(self) -> float | None:
-        """Number that divides all its scales; `None` for a format without one."""
-        return next((getattr(self, operand.name)[0].item() for operand in self.format.operands), None)
+        """The global scale as a number."""
+        return None if self.global_scale is None else self.global_scale[0].item()
 
     @override
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:

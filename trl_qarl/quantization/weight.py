@@ -26,9 +26,8 @@ Product = Callable[[torch.Tensor, LowBitTensor, torch.Tensor | None], tuple[torc
 
 class MasterSource:
     """
-    Source of the weight that is quantized: the layer's own parameter, of which this process may hold a part
-    ([`storage_of`]). Subclasses build the weight from that parameter and other tensors. Each method gets the layer's
-    parameter, which is read once per use because a parametrization computes a new tensor each time.
+    Source of the weight that is quantized: the layer's own parameter, of which this process may hold a part. Each
+    method gets that parameter, which is read once per use because a parametrization computes a new tensor each time.
 
     `is_frozen` sources have no master: the parameter stores codes and scales, but not as a low-bit tensor. With
     `holds_adapter` an adapter is part of the weight.
@@ -108,13 +107,11 @@ class QuantizedWeight:
     One weight of a layer, and its low-bit form, which is computed once per version of the master and cached.
 
     - `name`: name of the layer's parameter: the master `(N, K)`, or `(E, N, K)` for `E` matrices that are quantized
-      like one of `E * N` rows, with a [`TransposedSource`] `(E, K, N)`; or the low-bit weight of a frozen layer,
-      `(N, K)` or `(E * N, K)`.
+      like one of `E * N` rows, with a [`TransposedSource`] `(E, K, N)`; or the low-bit weight of a frozen layer.
     - `scale_dtype`: dtype in which the engine runs the model, to which scales are rounded.
     - `num_flipped_codes`: number of codes that changed at the last re-quantization on the same grid, 0-d int64.
     - `global_scale`: divisor of the scales in a format with global scales, chosen at the first use unless given.
-    - `fixed_scale`: scales of the container's finest grid that a checkpoint gives, for the whole weight; by default
-      the scheme chooses scales for each master ([`trl_qarl.quantization.fixed_scales`]).
+    - `fixed_scale`: scales of the whole weight that a checkpoint gives ([`trl_qarl.quantization.fixed_scales`]).
     """
 
     def __init__(
@@ -135,7 +132,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the whole weight, with inputs last."""
+        """Shape of the whole weight, inputs last."""
         return self.source.shape(self.parameter)
 
     @property
@@ -196,17 +193,14 @@ class QuantizedWeight:
         weight = weight.flatten(0, -2)
         if self.global_scale is None:
             self.global_scale = format_of(self.scheme.container).choose_global_scale(weight)
-        scale = None if self.fixed_scale is None else self._fixed_scale_of_rows(weight.device)
+        scale = None
+        if self.fixed_scale is not None:
+            self.fixed_scale = self.fixed_scale.to(weight.device)
+            rows, step = self.source.rows(self.parameter), num_steps(self.scheme)
+            scale = self.fixed_scale[rows.start : rows.stop]
+            # Dtypes of FP4's scales have no product.
+            scale = scale if step == 1 else scale * step
         return LowBitTensor.from_hp(weight, self.scheme, self.scale_dtype, self.global_scale, scale)
-
-    def _fixed_scale_of_rows(self, device: torch.device) -> torch.Tensor:
-        """Return the fixed scales of the rows that this process quantizes, on the grid of the current scheme."""
-        self.fixed_scale = self.fixed_scale.to(device)
-        rows = self.source.rows(self.parameter)
-        of_rows = self.fixed_scale[rows.start : rows.stop]
-        step = num_steps(self.scheme)
-        # Dtypes of FP4's scales have no product.
-        return of_rows if step == 1 else of_rows * step
 
     def matrices(self) -> Iterator[tuple[torch.Tensor, LowBitTensor]]:
         """Yield master and low-bit form, `(N, K)` each, of every matrix of the parameter."""
@@ -260,8 +254,7 @@ class QuantizedLayer(nn.Module):
     - `quantized_weights`: weights by the names of their parameters. Their caches are part of neither the `state_dict`
       nor a pickle or copy of the module.
     - `product`: multiplies by a low-bit weight.
-    - `use_quantized_forward`: if false, the forward is that of the layer it was made from; the low-bit weight remains
-      available for publication and export.
+    - `use_quantized_forward`: if false, the forward is that of the layer it was made from.
     - `kernel_name`: name of the kernel of the last forward.
     """
 
@@ -296,7 +289,7 @@ class QuantizedLayer(nn.Module):
         return self._first.scale_dtype
 
     @property
-    def global_scale(self) -> float | None:
+    def shared_scale(self) -> float | None:
         """Divisor of the scales in a format with global scales, once chosen."""
         return self._first.global_scale
 
@@ -311,8 +304,8 @@ class QuantizedLayer(nn.Module):
 
     @property
     def holds_adapter(self) -> bool:
-        """True if an adapter is part of a weight that is quantized."""
-        return any(weight.source.holds_adapter for weight in self.quantized_weights.values())
+        """True if an adapter is part of the weight that is quantized."""
+        return self._first.source.holds_adapter
 
     def restored(self) -> nn.Module:
         """Return the unquantized module that replaces this layer, with its masters."""

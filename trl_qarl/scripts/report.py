@@ -13,7 +13,7 @@ from string import Template
 from typing import Any
 
 from ..packages import install_hint
-from ..telemetry.run_files import METRICS_FILE, RUN_FILE
+from ..telemetry.run_files import METRICS_FILE, RUN_FILE, read_rows
 from .command_line import configuration_errors
 
 
@@ -66,8 +66,7 @@ $settings
 
 @dataclass
 class Run:
-    """Files of a training run: its name, the content of `run.json`, and values by step for each metric. A value that
-    is not finite is NaN."""
+    """Name of a training run, content of its `run.json`, and values by metric and step, NaN if not finite."""
 
     name: str
     config: dict[str, Any]
@@ -90,12 +89,8 @@ def make_parser(prog: str | None = None) -> ArgumentParser:
     description = "Draw reward, mismatch, dropped completions, code flips and seconds of training runs on one page."
     parser = ArgumentParser(prog=prog, description=description)
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directory of a training run")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        default="report.html",
-        help="page, or picture such as report.png, to write; default: %(default)s",
-    )
+    text = "page, or picture such as report.png, to write; default: %(default)s"
+    parser.add_argument("--output", metavar="FILE", default="report.html", help=text)
     return parser
 
 
@@ -124,9 +119,8 @@ def write_report(run_dirs: Iterable[str | Path], output: Path) -> list[Run]:
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = file.getvalue()
     columns = ("run", *_SETTINGS, "step", "final reward")
-    cells = [
-        (run.name, *(run.config.get(name, "-") for name in _SETTINGS), run.progress, run.final_reward) for run in runs
-    ]
+    settings = [[run.config.get(name, "-") for name in _SETTINGS] for run in runs]
+    cells = [(run.name, *of, run.progress, run.final_reward) for run, of in zip(runs, settings, strict=True)]
     page = _PAGE.substitute(
         title=_escape(runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
         drawing=svg[svg.index("<svg") :],
@@ -156,22 +150,19 @@ def read_run(folder: Path) -> Run:
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{_printable(str(folder / RUN_FILE))} is not the record of a run: {error}.") from error
     run = Run(folder.resolve().name, config, {name: {} for name in (*(name for name, *_ in _CURVES), *_SECONDS)})
-    for line in filter(str.strip, path.read_text(encoding="utf-8", errors="replace").split("\n")):
+    for row in read_rows(folder):
         try:
-            # Integers as floats: JSON has numbers that no float holds.
-            row = json.loads(line, parse_int=float)
             step = int(row["step"])
-            values = {name: row[name] for name in run.metrics if name in row}
-        except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        except (ValueError, LookupError, TypeError, OverflowError):
             continue
         if step < run.last_step:
             for values_before in run.metrics.values():
                 for later in [known for known in values_before if known >= step]:
                     del values_before[later]
         run.last_step = step
-        for name, value in values.items():
-            is_finite = isinstance(value, float) and math.isfinite(value)
-            run.metrics[name][step] = value if is_finite else math.nan
+        for name in run.metrics.keys() & row.keys():
+            is_finite = isinstance(row[name], float) and math.isfinite(row[name])
+            run.metrics[name][step] = row[name] if is_finite else math.nan
     if not run.last_step:
         raise ValueError(f"{_printable(str(path))} has no complete row: no update was logged.")
     return run
@@ -184,18 +175,9 @@ def _draw(runs: list[Run]) -> Any:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
-    style = {
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.alpha": 0.3,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        # Text stays text, and the same runs give the same page.
-        "axes.titlesize": 10,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "trl_qarl",
-        "font.size": 9,
-    }
+    style = {"axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3, "axes.titlesize": 10, "font.size": 9}
+    # Text stays text, and the same runs give the same page.
+    style |= {"svg.fonttype": "none", "svg.hashsalt": "trl_qarl", "axes.spines.top": False, "axes.spines.right": False}
     looks = [(_COLORS[i % len(_COLORS)], _LINES[i // len(_COLORS) % len(_LINES)]) for i in range(len(runs))]
     with matplotlib.rc_context(style):
         figure = Figure((12, 6.4 + 0.2 * len(runs)), layout="constrained")
@@ -218,17 +200,14 @@ def _draw(runs: list[Run]) -> Any:
             for curve, (color, line) in zip(curves, looks, strict=True):
                 values = [value if math.isnan(value) else max(value, lowest) for value in curve.values()]
                 axis.plot(curve.keys(), values, color=color, ls=line, lw=1.6, marker="o", ms=2)
-            if not finite or not any(finite):
-                axis.text(
-                    0.5, 0.5, "0 at every update" if finite else "not logged", ha="center", transform=axis.transAxes
-                )
+            if not any(finite):
+                _write(axis, "0 at every update" if finite else "not logged")
         _draw_seconds(axes[4], runs, looks)
         axes[5].axis("off")
         if len(runs) > 1:
-            lines = [
-                Line2D([], [], color=color, ls=line, label=_plain(run.name))
-                for run, (color, line) in zip(runs, looks, strict=True)
-            ]
+            # `$` would start a formula.
+            names = [_printable(run.name).replace("$", r"\$") for run in runs]
+            lines = [Line2D([], [], color=c, ls=ls, label=n) for n, (c, ls) in zip(names, looks, strict=True)]
             axes[5].legend(handles=lines, loc="upper left", frameon=False)
     return figure
 
@@ -244,7 +223,11 @@ def _draw_seconds(axis: Any, runs: list[Run], looks: list[tuple[str, str]]) -> N
     axis.invert_yaxis()
     axis.set_title("seconds, means over the logged rows")
     if not parts:
-        axis.text(0.5, 0.5, "not logged", ha="center", transform=axis.transAxes)
+        _write(axis, "not logged")
+
+
+def _write(axis: Any, text: str) -> None:
+    axis.text(0.5, 0.5, text, ha="center", transform=axis.transAxes)
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -259,8 +242,3 @@ def _printable(text: str) -> str:
 
 def _escape(value: Any) -> str:
     return escape(_printable(str(value)))
-
-
-def _plain(text: str) -> str:
-    """Return text for matplotlib, where `$` starts a formula."""
-    return _printable(text).replace("$", r"\$")

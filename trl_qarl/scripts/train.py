@@ -47,7 +47,10 @@ _ONLY_WITH = {
     ),
     "load_in_4bit": ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
 }
-_PATHS = {"model_name_or_path", "reward_model_name_or_path", "dataset_name", "export_dir", "resume_from_checkpoint"}
+_PATHS = {
+    *("model_name_or_path", "reward_model_name_or_path", "dataset_name", "export_dir", "resume_from_checkpoint"),
+    "vllm_token_file",
+}
 # Shown by `--help` before the options of QaRLConfig.
 MAIN_OPTIONS = (
     *("model_name_or_path", "dataset_name", "reward_funcs", "scheme", "use_vllm", "vllm_mode"),
@@ -62,15 +65,11 @@ def make_parser(prog: str | None = None) -> "TrlParser":
 
     from ..trainer.qarl_config import QaRLConfig
 
+    text = "Folder of the low-bit policy after training, `none` for nowhere; by default in `output_dir`, named after the scheme."
+
     @dataclass
     class ScriptArguments(GRPOScriptArguments):
-        export_dir: str | None = field(
-            default=None,
-            metadata={
-                "help": "Where the low-bit policy is exported to after training, `none` for nowhere. Defaults to a folder "
-                "in `output_dir` that is named after the scheme."
-            },
-        )
+        export_dir: str | None = field(default=None, metadata={"help": text})
 
     @dataclass
     class ModelArguments(ModelConfig):
@@ -83,12 +82,8 @@ def make_parser(prog: str | None = None) -> "TrlParser":
 
 
 def known_options(*parsers: ArgumentParser) -> set[str]:
-    """Return the long options of `trl-qarl train` and of `accelerate launch`, with their dashes. The `parsers` of both
-    are made here unless they are given."""
-    from accelerate.commands.launch import launch_command_parser
-
-    names = map(option_names, parsers or (make_parser(), launch_command_parser()))
-    return {"--config", "--accelerate_config"}.union(*names)
+    """Return the long options of the `parsers` of `trl-qarl train` and of `accelerate launch`, with their dashes."""
+    return {"--config", "--accelerate_config"}.union(*map(option_names, parsers))
 
 
 def arrange_help(parser: "TrlParser", with_inherited: bool) -> None:
@@ -124,6 +119,7 @@ def read_options(
     """
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
+    from ..checks.content import problems_of_content
     from ..checks.launch import as_launched
 
     known = known_options(parser, launch_parser)
@@ -172,15 +168,16 @@ def read_options(
                 elif value is not None:
                     setattr(made, name, os.path.expanduser(str(value)))
     script_args, config, model_args, mixture = parsed
-    of_inputs = [*problems_of_inputs({**vars(mixture), **vars(model_args), **vars(script_args)})]
+    of_inputs = [*_problems_of_inputs(script_args, model_args, mixture)]
     problems += of_inputs
     problems += _problems_of_loading(config, model_args)
     given = {word.partition("=")[0].replace("-", "_")[2:] for word in words if word.startswith("--")} | of_file.keys()
     problems += _problems_of_effect(model_args, usual, given)
     if problems:
-        # The training process would find these after the others are mended.
-        problems += [problem for problem in _problems_of_content(*parsed) if problem not in of_inputs]
-    raise_problems(problems)
+        # The training process would find these, of rewards and local files, after the others are mended.
+        rewards, train, evaluation, others = _read_inputs(script_args, config, mixture, only_local=True)
+        others += problems_of_content(config, model_args.model_name_or_path, train, evaluation, rewards)
+        raise_problems([*problems, *(problem for problem in others if problem not in of_inputs)])
     return parsed, config_remaining, cli_remaining
 
 
@@ -219,8 +216,7 @@ def _read_file(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
 def _parse(
     parser: ArgumentParser, words: list[str], usual: Mapping[str, Any], of_file: Mapping[str, Any], problems: list[str]
 ) -> tuple[Namespace, list[str]]:
-    """Parse `words`, and add a problem for each option, there or `of_file`, whose value argparse refuses. It then gets
-    its `usual` value."""
+    """Parse `words`; an option that argparse refuses, also `of_file`, adds a problem and gets its `usual` value."""
 
     def refuse(message: str) -> NoReturn:
         raise _Refused(message)
@@ -264,8 +260,7 @@ def _without(words: list[str], name: str) -> list[str]:
 
 
 def _problems_of_effect(model_args: Any, usual: Mapping[str, Any], given: Set[str]) -> Iterator[str]:
-    """Yield a problem of options that have no effect, because the one that they belong to is missing. A recipe that
-    says `use_peft: false` may keep them."""
+    """Yield a problem of options without effect, as theirs is missing. A recipe may say `use_peft: false`."""
     for name, others in _ONLY_WITH.items():
         values = {other: getattr(model_args, other) for other in others}
         unused = [other for other, value in values.items() if value != usual[other] or (value and other in given)]
@@ -289,23 +284,20 @@ def _problems_of_loading(config: Any, model_args: Any) -> Iterator[str]:
             yield f"attn_implementation={attention!r} needs the package `flash-attn` or `kernels`. Install one, or remove it."
 
 
-def problems_of_inputs(options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield problems of the given options, by name, before the training process starts: a missing model, reward or
-    dataset, and a reward or a local dataset that does not exist."""
-    if not (model := options.get("model_name_or_path")):
+def _problems_of_inputs(script_args: Any, model_args: Any, mixture: Any) -> Iterator[str]:
+    """Yield a problem of a model, a reward or a dataset that is missing or does not exist here; none is read."""
+    if not (model := model_args.model_name_or_path):
         yield "No model: give `--model_name_or_path`."
     elif is_no_folder(model):
         yield f"--model_name_or_path={model!r} is not a folder."
-    yield from _problems_of_rewards(options.get("reward_funcs") or [], options.get("reward_model_name_or_path"))
-    yield from _problems_of_dataset(
-        options.get("dataset_name"), options.get("dataset_config"), options.get("datasets")
-    )
+    yield from _problems_of_rewards(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
+    yield from _problems_of_dataset(script_args, mixture)
 
 
 def _problems_of_rewards(names: list[str] | str, reward_model: str | None) -> Iterator[str]:
     if not names and not reward_model:
         yield "No reward: give `--reward_funcs` or `--reward_model_name_or_path`."
-    for name in as_list(names):
+    for name in _as_list(names):
         if {*":/"} & {*name} or name.endswith(".py"):
             module, _, function = name.strip("./").replace("/", ".").partition(":")
             path = f"{module.removesuffix('.py')}.{function or 'FUNCTION'}"
@@ -313,10 +305,7 @@ def _problems_of_rewards(names: list[str] | str, reward_model: str | None) -> It
             continue
         module_path = name.rpartition(".")[0]
         if name not in REWARDS and not module_path:
-            yield (
-                f"Unknown reward function {name!r}. Choose one of {REWARDS}, or give a dotted import path such as "
-                f"`my_rewards.{name}`."
-            )
+            yield f"Unknown reward function {name!r}. Choose one of {REWARDS}, or give a path such as `my_rewards.{name}`."
         package = module_path.partition(".")[0]
         # A YAML file may set PYTHONPATH for the training process.
         folders = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -324,25 +313,16 @@ def _problems_of_rewards(names: list[str] | str, reward_model: str | None) -> It
             yield f"Could not import reward function {name!r}: No module named {package!r}."
 
 
-def _problems_of_content(script_args: Any, config: Any, model_args: Any, mixture: Any) -> Iterator[str]:
-    """Yield problems of rewards, of the content of a local dataset and of the model's folder, which are read for
-    that."""
-    from ..checks.content import problems_of_content
-
-    rewards, train, evaluation, problems = _read_inputs(script_args, config, mixture, only_local=True)
-    yield from problems
-    yield from problems_of_content(config, model_args.model_name_or_path, train, evaluation, rewards)
-
-
-def as_list(names: list[str] | str) -> list[str]:
+def _as_list(names: list[str] | str) -> list[str]:
     # A YAML file may name one reward without a list, and TRL's parser does not convert it.
     return [names] if isinstance(names, str) else [*map(str, names)]
 
 
-def _problems_of_dataset(name: str | None, config: str | None, mixture: Any) -> Iterator[str]:
-    if mixture and name:
+def _problems_of_dataset(script_args: Any, mixture: Any) -> Iterator[str]:
+    name, config = script_args.dataset_name, script_args.dataset_config
+    if mixture.datasets and name:
         yield "Both `datasets` and `dataset_name` are given. Remove one of them."
-    if mixture:
+    if mixture.datasets:
         return
     if not name:
         yield "No dataset: give `--dataset_name`, or `datasets` in the YAML file."
@@ -372,7 +352,7 @@ def get_reward_funcs(names: list[str] | str, reward_model_name_or_path: str | No
     raise_problems(_problems_of_rewards(names, reward_model_name_or_path))
     sys.path.insert(0, os.getcwd())
     reward_funcs: list[str | Callable] = [reward_model_name_or_path] if reward_model_name_or_path else []
-    for name in as_list(names):
+    for name in _as_list(names):
         module, _, attribute = (f"trl.rewards.{name}" if name in REWARDS else name).rpartition(".")
         try:
             reward = getattr(importlib.import_module(module), attribute)
@@ -421,7 +401,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
         else:
             if export_dir is None and training_args.push_to_hub:
                 problems.append(
-                    "--export_dir=none with --push_to_hub: the push uploads the export. Leave `--export_dir` out, or `--push_to_hub`."
+                    "--export_dir=none with --push_to_hub: the push uploads the export. Leave out one of them."
                 )
         training_args.model_init_kwargs = {
             "revision": model_args.model_revision,
@@ -458,8 +438,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
 
 
 def _write_policy(trainer: Any, export_dir: Path | None, dataset_name: str | None) -> None:
-    """Save the masters or the adapter, export the policy, and push it. A push that fails ends the command with its
-    exit code, once everything is written."""
+    """Save the masters or the adapter, export the policy and push it; exit only afterwards if the push failed."""
     from ..hub import PushFailed
     from ..quantization.inventory import Inventory
     from ..quantization.names import is_peft_model
@@ -503,41 +482,34 @@ def how_to_resume(output_dir: str) -> str:
 def _read_inputs(
     script_args: Any, config: Any, mixture: Any, only_local: bool = False
 ) -> tuple[list[Any], Any, Any, list[str]]:
-    """Import the rewards and load the datasets; return them, and the problems of what is missing then. A dataset with
-    [`problems_of_inputs`] is not loaded, nor, if `only_local`, one of the Hub."""
+    """Import the rewards and load the datasets, none of the Hub if `only_local`; return them, and problems."""
     from datasets.exceptions import DatasetsError
 
     from ..checks.content import evaluates
 
-    problems: list[str] = []
     reward_funcs, dataset, splits = [], None, [None, None]
+    problems, of_dataset = [], [*_problems_of_dataset(script_args, mixture)]
     try:
         reward_funcs = get_reward_funcs(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
-    except Problems as error:
-        problems += error.problems
     except ValueError as error:
-        problems.append(str(error))
-    if of_dataset := [*_problems_of_dataset(script_args.dataset_name, script_args.dataset_config, mixture.datasets)]:
-        problems += of_dataset
-    elif not only_local or (script_args.dataset_name and Path(script_args.dataset_name).exists()):
+        problems += error.problems if isinstance(error, Problems) else [str(error)]
+    problems += of_dataset
+    name = script_args.dataset_name
+    is_here = bool(name) and Path(name).exists()
+    if not of_dataset and (is_here or not only_local):
         try:
             dataset = _load_dataset(script_args, mixture)
         except (ValueError, OSError, RuntimeError, DatasetsError) as error:
-            problems.append(_describe(error, script_args.dataset_name))
+            # `datasets` has the reason as the cause of its own error.
+            said = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+            problems.append(f"--dataset_name={name!r} cannot be read: {said}" if is_here else said)
     for place, option in enumerate(("dataset_train_split", "dataset_test_split")):
         if dataset is not None and (place == 0 or evaluates(config)):
-            try:
-                splits[place] = _split(dataset, script_args, option)
-            except ValueError as error:
-                problems.append(str(error))
+            if (split := getattr(script_args, option)) in dataset:
+                splits[place] = dataset[split]
+            else:
+                problems.append(f"The dataset has no split {split!r}, only {list(dataset)}. Set `--{option}`.")
     return reward_funcs, *splits, problems
-
-
-def _describe(error: Exception, dataset_name: str | None) -> str:
-    """Return the reason why a dataset cannot be loaded; `datasets` has it as the cause of its own error."""
-    said = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
-    is_here = dataset_name is not None and Path(dataset_name).exists()
-    return f"--dataset_name={dataset_name!r} cannot be read: {said}" if is_here else said
 
 
 def _load_dataset(script_args, dataset_args):
@@ -559,15 +531,8 @@ def _load_dataset(script_args, dataset_args):
     return load_dataset(name, name=script_args.dataset_config, streaming=is_streamed)
 
 
-def _split(dataset, script_args, option: str):
-    if (name := getattr(script_args, option)) not in dataset:
-        raise ValueError(f"The dataset has no split {name!r}, only {list(dataset)}. Set `--{option}`.")
-    return dataset[name]
-
-
 def run(argv: list[str]) -> None:
-    """Train with the options `argv` of a launched process. A wrong one ends it with exit code 2, and a signal, as that
-    of Ctrl-C, with 128 plus its number."""
+    """Train in a launched process. Exit codes are 2 for a wrong option, and 128 plus the number of a signal."""
     with configuration_errors():
         from accelerate.commands.launch import launch_command_parser
 

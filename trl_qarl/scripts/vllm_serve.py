@@ -31,41 +31,21 @@ def make_parser(prog: str) -> ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="hub id or local directory; only configuration and tokenizer are read")
     add_plan_options(parser, default="w4a16")
-    add(
-        "--dtype",
-        default="bfloat16",
-        choices=["bfloat16", "float16", "float32"],
-        help="the learner's compute dtype: bfloat16 with bf16=True, float32 without (default: %(default)s)",
-    )
-    add(
-        "--max_lora_rank",
-        type=int,
-        metavar="RANK",
-        help="for a learner that trains a LoRA adapter: its rank `r`, or a larger one",
-    )
-    add(
-        "--numerics",
-        default="fast",
-        choices=["fast", "engine"],
-        help="the learner's; `engine` makes an engine on a GPU slower and repeatable, and has no effect on a CPU, where every "
-        "engine is repeatable (default: %(default)s)",
-    )
+    text = "the learner's compute dtype: bfloat16 with bf16=True, float32 without (default: %(default)s)"
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help=text)
+    text = "for a learner that trains a LoRA adapter: its rank `r`, or a larger one"
+    add("--max_lora_rank", type=int, metavar="RANK", help=text)
+    text = "the learner's; `engine` makes an engine on a GPU slower and repeatable, as every engine is on a CPU"
+    add("--numerics", default="fast", choices=["fast", "engine"], help=f"{text} (default: %(default)s)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    add(
-        "--transport",
-        choices=["file", "nccl"],
-        help="how weights arrive (default: nccl on a GPU that other hosts can reach by --host, unless --transfer_dir is given, else file)",
-    )
-    add(
-        "--transfer_dir",
-        help="directory for the file transport, shared with the trainer's host (default: in shared memory)",
-    )
-    add(
-        "--token_file",
-        help="file with the secret that a trainer must know, created if missing; for a trainer on another host, "
-        "copy it there and name the copy with --vllm_token_file (default: in the transfer directory)",
-    )
+    text = "how weights arrive (default: file; nccl on a GPU that other hosts reach by --host, without --transfer_dir)"
+    add("--transport", choices=["file", "nccl"], help=text)
+    text = "directory for the file transport, shared with the trainer's host (default: in shared memory)"
+    add("--transfer_dir", help=text)
+    text = "file with the secret that a trainer must know, created if missing; for a trainer on another host, copy it there "
+    text += "and name the copy with --vllm_token_file (default: in the transfer directory)"
+    add("--token_file", help=text)
     add("--trust_remote_code", action="store_true", help="run code that comes with the model")
     add("--print_command", action="store_true", help="print the plain vLLM command and exit")
     return parser
@@ -88,18 +68,13 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         from ..sync.publisher import check_ranks, largest_chunk
 
         model = shapes_of(args.model, args.trust_remote_code, "--model")
-        own = {word.partition("=")[0].replace("_", "-") for word in vllm_args} & {
-            "--tokenizer",
-            "--skip-tokenizer-init",
-        }
-        needs_one = Path(args.model).is_dir() and not own and not args.print_command
-        if needs_one and not has_tokenizer(args.model):
+        names = {word.partition("=")[0].replace("_", "-") for word in vllm_args}
+        needs_tokenizer = not ({"--tokenizer", "--skip-tokenizer-init"} & names or args.print_command)
+        if needs_tokenizer and Path(args.model).is_dir() and not has_tokenizer(args.model):
             raise ValueError(f"{args.model} has no tokenizer. Save it there with `tokenizer.save_pretrained`.")
         if problem := problem_of_context(model, "--max-model-len", context_length(vllm_args)):
             raise ValueError(problem)
-        chunk = largest_chunk(model, getattr(torch, args.dtype))
-        pictures = engine_arguments(model)
-        lora = {}
+        chunk, pictures, lora = largest_chunk(model, getattr(torch, args.dtype)), engine_arguments(model), {}
         if args.max_lora_rank:
             head = model.get_output_embeddings()
             linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
@@ -158,8 +133,7 @@ def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:
         return None
     if is_low_bit_checkpoint(args.model):
         # The files say which layers are in low bits, and in which groups.
-        return quantization_config(
-            Inventory.of(load_frozen_model(args.model, trust_remote_code=args.trust_remote_code))
-        )
-    prepare_model(model, plan, exclude_modules=args.exclude_modules)
+        model = load_frozen_model(args.model, trust_remote_code=args.trust_remote_code)
+    else:
+        prepare_model(model, plan, exclude_modules=args.exclude_modules)
     return quantization_config(Inventory.of(model))

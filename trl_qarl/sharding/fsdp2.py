@@ -216,7 +216,12 @@ class ShardedSource(MasterSource):
 
     @override
     def value(self, weight: torch.Tensor) -> torch.Tensor:
-        _shard(weight)
+        shard = weight._local_tensor if isinstance(weight, DTensor) else weight
+        if not isinstance(shard, MasterShard):
+            raise RuntimeError(
+                f"The master is {type(shard).__name__} {tuple(shard.shape)} where a shard is expected: other code has replaced or gathered "
+                "it. Call `shard_low_bit(model)` after that code."
+            )
         return super().value(weight)
 
 
@@ -419,16 +424,6 @@ def _mesh_of_rows(tensor: Any) -> DeviceMesh:
     last dimension of the tensor's mesh."""
     mesh = tensor.device_mesh
     return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
-
-
-def _shard(weight: torch.Tensor) -> MasterShard:
-    shard = weight._local_tensor if isinstance(weight, DTensor) else weight
-    if not isinstance(shard, MasterShard):
-        raise RuntimeError(
-            f"The master is {type(shard).__name__} {tuple(shard.shape)} where a shard is expected: other code has replaced or gathered "
-            "it. Call `shard_low_bit(model)` after that code."
-        )
-    return shard
 
 
 def _with_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:

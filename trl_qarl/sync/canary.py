@@ -107,9 +107,8 @@ class Canary:
             if not difference <= limit:
                 engine.clear_cache()
                 name = "the engine" if len(replicas) == 1 else f"replica {worst}"
-                own_code = "The model's own code (trust_remote_code) may compute otherwise than vLLM. " * has_own_code(
-                    self.model
-                )
+                own_code = "The model's own code (trust_remote_code) may compute otherwise than vLLM. "
+                own_code *= has_own_code(self.model)
                 raise PublishError(
                     f"After publication {name}'s log-probs of {len(log_probs)} fixed tokens{' after a picture' if text.pictures else ''} are {difference:.3g} nats from the "
                     f"learner's on average, although it holds the learner's tensors. Rounding explains {limit:.3g}, {LIMIT:g} times what it "

@@ -86,7 +86,8 @@ class Publisher:
                 "Install the same version on both sides, and start the server again."
             )
         inventory = Inventory.of(self.model)
-        problems = config_differences(quantization_config(inventory), theirs["quantization_config"])
+        quantization = quantization_config(inventory)
+        problems = config_differences(quantization, theirs["quantization_config"])
         ours = {"dtype": str(self.dtype).removeprefix("torch."), "logprobs_mode": "processed_logprobs"}
         problems += differences("", ours, theirs, ours)
         config = getattr(self.model, "config", None)
@@ -98,10 +99,8 @@ class Publisher:
             context = theirs.get("max_model_len", math.inf)
             problems += window_differences(config.get_text_config(), theirs.get("windows") or [], context)
             image_processor = getattr(self.processing_class, "image_processor", None)
-            ours, engine = (
-                describe_pictures(config, image_processor, PICTURE_OPTIONS),
-                {**(theirs.get("pictures") or {})},
-            )
+            ours = describe_pictures(config, image_processor, PICTURE_OPTIONS)
+            engine = {**(theirs.get("pictures") or {})}
             # vLLM's own classes of configurations lack settings.
             towers = [side.pop("tower", {}) for side in (ours, engine)]
             problems += differences("pictures.", ours, engine) + differences("pictures.tower.", *towers)
@@ -112,8 +111,8 @@ class Publisher:
             *_unsupported_settings(theirs),
             *adapter_problems(self.model, theirs),
             *_kernel_problems(inventory, theirs),
+            *problems_of_ranks(inventory, quantization, theirs["tensor_parallel_size"]),
         ]
-        problems += problems_of_ranks(inventory, quantization_config(inventory), theirs["tensor_parallel_size"])
         needed = max((len(text.token_ids) + 1 for text in self.canary.texts), default=0)
         if theirs.get("max_model_len", needed) < needed:
             problems.append(
@@ -214,7 +213,8 @@ class Publisher:
         if changed:
             logger.warning(
                 "The engine no longer held the published weights: something else writes into its memory. Sent again: %s",
-                ", ".join(sorted({_unit_of(name) for name in changed})),
+                # What is sent together.
+                ", ".join(sorted({"adapter" if is_adapter_tensor(name) else layer_of(name) for name in changed})),
             )
             # The cache may hold NaN from corrupt weights. Attention reads whole blocks of it, and 0 times NaN is NaN.
             self.engine.clear_cache()
@@ -246,9 +246,7 @@ def _calls_of(engine: Engine) -> Iterator[BackgroundCall]:
             torch.set_num_threads(num_threads)
 
 
-def _take_while_running(
-    call: BackgroundCall, layers: Iterator[tuple[Tensors, dict[str, str]]]
-) -> deque[tuple[Tensors, dict[str, str]]]:
+def _take_while_running(call: BackgroundCall, layers: Iterator[tuple[Tensors, dict[str, str]]]) -> deque:
     """Return the layers that are ready before the `call` ends, up to the size of a chunk."""
     taken, num_bytes = deque(), 0
     while call.is_running and num_bytes < CHUNK_BYTES and (layer := next(layers, None)) is not None:
@@ -294,11 +292,10 @@ def problems_of_ranks(inventory: Inventory, config: Mapping[str, Any], size: int
 
 def largest_chunk(model: nn.Module, dtype: torch.dtype) -> int:
     """Return an upper bound of the bytes of a chunk when `model`, which may be on the meta device, is published."""
+    layers = groupby(model.state_dict().items(), key=lambda item: layer_of(item[0]))
     sizes = [
-        sum(
-            tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize) for _, tensor in layer
-        )
-        for _, layer in groupby(model.state_dict().items(), key=lambda item: layer_of(item[0]))
+        sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for _, t in layer)
+        for _, layer in layers
     ]
     return min(sum(sizes), max(CHUNK_BYTES, *sizes))
 
@@ -339,8 +336,3 @@ def _kernel_problems(inventory: Inventory, engine: Mapping[str, Any]) -> Iterato
     linear = [layer.scheme for layer in layers if not isinstance(layer, QuantizedExperts)]
     refused = [reason for scheme in dict.fromkeys(linear + experts) if (reason := reason_against(scheme, gpu))]
     yield from refused or unexpected_kernels(kernels, linear, experts, gpu)
-
-
-def _unit_of(name: str) -> str:
-    """Return the name of the layer, or the adapter, whose tensors are sent together."""
-    return "adapter" if is_adapter_tensor(name) else layer_of(name)

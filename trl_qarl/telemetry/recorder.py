@@ -1,9 +1,8 @@
 """[`Recorder`]: collects the measurements of a run, which the trainer triggers and a callback writes."""
 
-import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +13,7 @@ from typing_extensions import override
 
 from ..forward import Batch
 from ..objectives.objective import reduce_metrics
-from ..objectives.ratios import mismatch_weight
+from ..objectives.tbpo import mismatch_weight
 from ..quantization.inventory import Inventory
 from ..quantization.storage import is_sharded
 from ..quantization.weight import QuantizedWeight
@@ -22,11 +21,6 @@ from .codes import code_flip_rate, sampled_masters, sqnr, update_to_step
 from .mismatch import mismatch_metrics, mismatch_sums, weight_metrics
 from .text import completion_text, has_loop, is_garbled
 
-
-logger = logging.getLogger(__name__)
-
-_LARGEST_REWARD = 1e18
-"""TRL computes advantages in float32, where the squares of larger rewards overflow."""
 
 # In a run with several precisions these are also logged separately for each.
 _BY_BITS = ("reward", "mismatch/abs_logp_mean", "quant/sqnr")
@@ -40,13 +34,7 @@ class Recorder(TrainerCallback):
     `accelerator` adds up over the processes, all of which have to call.
     """
 
-    def __init__(
-        self,
-        args,
-        accelerator,
-        model: nn.Module,
-        metrics: Mapping[str, dict[str, list[float]]],
-    ):
+    def __init__(self, args, accelerator, model: nn.Module, metrics: Mapping[str, dict[str, list[float]]]):
         self.args, self.accelerator, self.model = args, accelerator, model
         self._metrics = metrics
         self._precision: str | None = None
@@ -54,7 +42,6 @@ class Recorder(TrainerCallback):
         self._seconds_inside = 0.0
         self._step_start = 0.0
         self._masters: dict[str, torch.Tensor] = {}
-        self._too_large: set[str] = set()
 
     def log(self, values: Mapping[str, float]) -> None:
         """Add values to the metrics of training, or of evaluation while the model is in that mode."""
@@ -109,23 +96,6 @@ class Recorder(TrainerCallback):
         total, loops, garbled = self.accelerator.reduce(sums, reduction="sum").tolist()
         shares = {"repetition": loops / max(total, 1), "garbled": garbled / max(total, 1)}
         self.log({f"rollout/{name}_share": share for name, share in shares.items()})
-
-    def observe_rewards(self, rewards: Mapping[str, Iterable[float]]) -> None:
-        """Warn once for each reward function about rewards that are too large to compute advantages, which TRL
-        silently turns into 0. `rewards` are those of a batch by the function's name; NaN stands for `None`."""
-        for name, values in rewards.items():
-            largest = max(filter(lambda value: abs(value) > _LARGEST_REWARD, values), key=abs, default=None)
-            if largest is None or name in self._too_large or not self.accelerator.is_main_process:
-                continue
-            self._too_large.add(name)
-            logger.warning(
-                "The reward function %r returned %g: in float32 the advantages of the whole group become 0, or any number. "
-                "Return rewards from %g to %g, or `None` for no score. This is logged only once.",
-                name,
-                largest,
-                -_LARGEST_REWARD,
-                _LARGEST_REWARD,
-            )
 
     def observe_rollout(self, publication: Mapping[str, float]) -> None:
         """Measure the quantization error of a generation batch, and log the measurements of its publication."""

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from accelerate.utils import broadcast_object_list, patch_environment
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig
 
 from ..adapters.base import assign_base, base_fingerprint, keep_adapter_precise, load_policy, swap_base
 from ..adapters.tensors import adapter_config, is_adapter_folder, lora_arguments
@@ -20,34 +20,27 @@ from ..bitwise.attach import attach_engine_numerics
 from ..bitwise.availability import choose_numerics
 from ..bitwise.exact import Exactness, check_arithmetic
 from ..bitwise.rows import reason_to_pad
-from ..checkpoint.export import export_checkpoint, keep_generation_config
+from ..checkpoint.export import export_checkpoint
 from ..checkpoint.files import damaged_file
-from ..checkpoint.load import keep_masters_precise, skeleton
 from ..checkpoint.record import check_record, scheme_record
-from ..checks.adapter import problems_of_adapted_model
 from ..checks.architectures import problem_of_architecture, problems_with_vllm
 from ..checks.configuration import low_precision_masters
 from ..checks.model import (
     check_output_head,
     correct_model,
-    problems_of_body,
+    correct_policy,
     problems_of_division,
-    problems_of_dropout,
     problems_of_experts,
-    problems_of_fixed_scales,
-    problems_of_masters,
-    problems_of_pictures,
-    problems_of_positions,
-    switch_off_dropout,
+    problems_of_model,
 )
 from ..checks.problems import raise_problems
 from ..objectives.registry import get_objective
 from ..quantization.fixed_scales import fixed_scales, scales_fingerprint
 from ..quantization.inventory import Inventory
-from ..quantization.names import architecture, base_model, is_peft_model
+from ..quantization.names import base_model, is_peft_model
 from ..quantization.precisions import set_precision
 from ..quantization.schemes import QuantScheme
-from ..quantization.storage import is_sharded, refresh
+from ..quantization.storage import refresh
 from ..quantization.swap import (
     assign_schemes,
     disable_quantized_forward,
@@ -116,11 +109,8 @@ class Policy:
 
     def load(self, name_or_path: str, **model_init_kwargs) -> nn.Module:
         """Load a model like TRL's `create_model_from_path`, which takes no adapter's folder and no low-bit base: first
-        the policy, then its reference. `ValueError` is raised before if a vLLM in this process has no implementation
-        of the policy's class."""
+        the policy, then its reference."""
         is_reference = hasattr(self, "model")
-        if self._is_colocated and not is_reference:
-            raise_problems(self._problems_before_loading(name_or_path, model_init_kwargs))
         try:
             # TRL gives a reference to none of the processes that do not load it (1.16).
             by_all = patch_environment(fsdp_cpu_ram_efficient_loading="false")
@@ -141,24 +131,6 @@ class Policy:
             self._loaded_adapter = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         return model
 
-    @property
-    def _is_colocated(self) -> bool:
-        return self.args.use_vllm and self.args.vllm_mode == "colocate"
-
-    def _problems_before_loading(self, name_or_path: str, model_init_kwargs: Mapping[str, Any]) -> list[str]:
-        options = {"trust_remote_code": bool(model_init_kwargs.get("trust_remote_code"))}
-        try:
-            revision = model_init_kwargs.get("revision") or "main"
-            config = AutoConfig.from_pretrained(name_or_path, revision=revision, **options)
-            model = skeleton(config, **options)
-        except Exception:
-            # An adapter's folder, or a reason that loading gives.
-            return []
-        if architecture(model) not in (config.architectures or ()):
-            return []
-        runs_beside = self._peft_config is not None and self.args.lora_mode == "adapter"
-        return [f"use_vllm=True: {each}" for each in filter(None, [problem_of_architecture(model, runs_beside)])]
-
     def prepare(self, model: Any, sharded_by: str | None = None) -> None:
         """
         Quantize `model` in place and choose the numerics, once: after TRL has created the model and transformers has
@@ -173,11 +145,7 @@ class Policy:
         judged = self.judge(model, is_placed=True)
         raise_problems(judged.problems)
         self.model, self.has_adapter, self._sharded_by = model, is_peft_model(model), sharded_by
-        switch_off_dropout(model, args)
-        correct_model(base_model(model), args.use_vllm)
-        keep_generation_config(base_model(model))
-        # It may have been loaded by the user.
-        keep_masters_precise(base_model(model))
+        correct_policy(model, args)
         self.dtype = self._engine_dtype(model)
         schemes, reasons = judged.schemes, judged.reasons
         if self.has_adapter:
@@ -209,27 +177,12 @@ class Policy:
     def judge(self, model: nn.Module, is_placed: bool = False) -> Judgement:
         """Judge a loaded `model`, with its adapter, and change nothing. Of a model on the meta device, its layers are
         judged and not its dtypes; engine numerics are judged where `is_placed`, on its device."""
-        args, base, has_adapter = self.args, base_model(model), is_peft_model(model)
-        is_loaded = not any(parameter.is_meta for parameter in model.parameters())
-        judged = Judgement()
+        args, base, has_adapter, dtype = self.args, base_model(model), is_peft_model(model), self._engine_dtype(model)
+        judged = Judgement([*problems_of_model(model, args, self.has_pictures)])
         problems = judged.problems
-        if is_loaded:
-            problems += problems_of_masters(model, args, has_adapter)
-        if has_adapter:
-            problems += problems_of_adapted_model(model)
-        problems += problems_of_body(base)
-        problems += problems_of_dropout(model, args)
-        problems += problems_of_positions(base, args)
-        if self.has_pictures:
-            problems += problems_of_pictures(base, args)
-        problems += problems_of_fixed_scales(base, args)
-        dtype = self._engine_dtype(model)
-        swap = {"exclude_modules": args.exclude_modules, "scale_dtype": dtype}
+        assign = partial(assign_base, **self._base_arguments) if has_adapter else assign_schemes
         try:
-            if has_adapter:
-                schemes, reasons = assign_base(model, args.plan, **self._base_arguments, **swap)
-            else:
-                schemes, reasons = assign_schemes(model, args.plan, **swap)
+            schemes, reasons = assign(model, args.plan, exclude_modules=args.exclude_modules, scale_dtype=dtype)
         except ValueError as error:
             problems.append(str(error))
             return judged
@@ -237,14 +190,12 @@ class Policy:
         problems += problems_of_experts(base, args, schemes, reasons)
         if args.use_vllm:
             # Its own dtype is not known before it is loaded.
-            known = dtype if is_loaded or args.bf16 or args.fp16 else None
-            with_vllm = [*problems_with_vllm(base, known, args.use_cpu, schemes)]
-            if is_placed and self._is_colocated:
-                # Loads vLLM.
-                runs_beside = has_adapter and args.lora_mode == "adapter"
-                with_vllm += filter(None, [problem_of_architecture(base, runs_beside)])
+            known = dtype if base.device.type != "meta" or args.bf16 or args.fp16 else None
+            with_vllm = problems_with_vllm(base, known, args.use_cpu, schemes)
             problems += [f"use_vllm=True: {each}" for each in with_vllm]
-        # A choice may load vLLM, and a refused model needs none.
+        # Both may load vLLM, and a refused model needs none.
+        if not problems:
+            problems += self.problems_of_class(base, has_adapter)
         if is_placed and (args.numerics is not None or not problems):
             # Under an objective, dropout that stays on is one of the problems.
             is_dropout_off = args.disable_dropout or get_objective(args) is not None
@@ -254,12 +205,23 @@ class Policy:
                 problems.append(str(error))
         return judged
 
+    def problems_of_class(self, base: nn.Module, has_adapter: bool) -> list[str]:
+        """Return the problem of a class that a vLLM in this process has not, which this loads, or cannot run with an
+        adapter next to its layers."""
+        runs_beside = has_adapter and self.args.lora_mode == "adapter"
+        problem = problem_of_architecture(base, runs_beside) if self._is_colocated else None
+        return [f"use_vllm=True: {problem}"] if problem else []
+
+    @property
+    def _is_colocated(self) -> bool:
+        return self.args.use_vllm and self.args.vllm_mode == "colocate"
+
     def _engine_dtype(self, model: nn.Module) -> torch.dtype:
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else model.dtype
 
     def _choose_cpu_weights(self) -> None:
         """Choose the form of weights in products of vLLM's kernels on a CPU; a learner follows a server's choice."""
-        args, is_local = self.args, self.args.use_vllm and self.args.vllm_mode == "colocate"
+        args, is_local = self.args, self._is_colocated
         # Gathered weights are not kept.
         is_learner = self.numerics == "engine" and self._sharded_by is None and (is_local or not args.use_vllm)
         # Where FSDP2 will shard the model, it is still on the CPU.
@@ -280,17 +242,8 @@ class Policy:
         return has_changed
 
     @property
-    def takes_all_processes(self) -> bool:
-        """True if every process has to take part in an operation that reads the whole policy, such as an export."""
-        return is_sharded(self.model)
-
-    @property
     def _base_arguments(self) -> dict[str, bool]:
         return {"keep_masters": not self.args.quantize_learner, "is_merged": self.args.lora_mode == "merged"}
-
-    @property
-    def _swap_arguments(self) -> dict[str, Any]:
-        return {"exclude_modules": self.args.exclude_modules, "scale_dtype": self.dtype}
 
     def attach_numerics(self, model: Any) -> None:
         """Make `model` compute with the run's numerics; call it after TRL has installed its head for log-probs."""
@@ -331,7 +284,8 @@ class Policy:
         """Prepare `model` as the reference of the KL term: the low-bit model at the start of training."""
         correct_model(model, self.args.use_vllm)
         if self.args.quantize_learner:
-            prepare_model(model, self.swap_report.plan, **self._swap_arguments)
+            excluded = self.args.exclude_modules
+            prepare_model(model, self.swap_report.plan, exclude_modules=excluded, scale_dtype=self.dtype)
             if self._sharded_by == "FSDP2":
                 shard_low_bit(model)
             self._reference = model

@@ -14,6 +14,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 from typing_extensions import override
 
 from ..hub import create_repository, upload, write_card
+from ..quantization.storage import is_sharded
 
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class PushesPolicy(_BaseTrainer):
 
     def _push(self, message: str, blocking: bool, token: str | None, revision: str | None):
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        if self.is_world_process_zero() or self.policy.takes_all_processes:
+        if self.is_world_process_zero() or is_sharded(self.model):
             self.export_model()
         if not self.is_world_process_zero():
             return None

@@ -123,7 +123,8 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         try:
             self._finish()
         except Exception as error:
-            if not problems:
+            # A `TypeError` is that of a dictionary with an unknown key.
+            if not problems and not isinstance(error, TypeError):
                 raise
             # The configuration is not used: only what TRL and transformers have to say counts.
             problems += [str(error)] if isinstance(error, ValueError | TypeError | OSError) else []
@@ -165,7 +166,8 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
     def _parse(self) -> Iterator[str]:
         """Write paths as text, and no tracker or strategy as "none" and "no"; parse options that may be text of a
         command line, and yield a problem for text that is none."""
-        if self.report_to is None:
+        if self.report_to in (None, "None"):
+            # YAML takes `None` for a text.
             self.report_to = "none"
         for name in ("eval_strategy", "save_strategy", "logging_strategy"):
             # YAML takes `no` for this.
@@ -179,7 +181,7 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         except ValueError as error:
             yield str(error)
             self.scheme = type(self).scheme
-        if isinstance(self.parallelism_config, dict | str):
+        if not hasattr(self.parallelism_config, "cp_enabled") and self.parallelism_config is not None:
             yield f"parallelism_config={self.parallelism_config!r} has options of the launch. Give them there (`accelerate launch --config_file`)."
             self.parallelism_config = None
         for name in self._VALID_DICT_FIELDS:
@@ -189,6 +191,14 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
                     setattr(self, name, None)
                     if value is not False:
                         yield f"{name}={value!r} is of type {type(value).__name__}. Give a dictionary, or the name of a JSON file."
+                elif (
+                    name == "accelerator_config"
+                    and isinstance(value, str)
+                    and value[:1] != "{"
+                    and not Path(value).is_file()
+                ):
+                    setattr(self, name, None)
+                    yield f"{name}={value!r} is no file. Give a dictionary, or the name of a JSON file."
                 continue
             try:
                 value = as_dict(self, name)

@@ -341,7 +341,6 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 if self.state.global_step and (folder := last_complete_checkpoint(self.args.output_dir)):
                     error.add_note(f"{folder} is complete: go on from it with `resume_from_checkpoint`.")
                 raise
-            self.recorder.observe_rewards(self._logs["rewards"])
             plan = self._plan
             self._fill_old_logps(output, plan)
             publication = {}
@@ -351,9 +350,9 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
             if self.policy.precision is not None:
                 publication["quant/bits"] = float(self.policy.precision)
             self.recorder.observe_rollout(publication)
-            if plan.compared != "first update":
+            if plan.source == "learner":
                 self._measure_mismatch(output, plan)
-        if plan.compared != "first update":
+        if plan.source == "learner":
             self.recorder.log({"step/scoring_seconds": self.recorder.pop_seconds("scoring")})
         return output
 

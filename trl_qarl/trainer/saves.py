@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -151,11 +151,11 @@ class SavesRuns(PushesPolicy):
         folder, problem = answer
         if problem is not None:
             raise ValueError(problem)
-        found = record.check_checkpoint(folder, self.args.output_dir, self.policy.record())
-        if found is not None:
-            check_resumed_launch(self.accelerator, found)
-            check_states(found, self._state_settings())
-        return found
+        if folder is not None:
+            record.check_checkpoint(folder, self.policy.record())
+            check_resumed_launch(self.accelerator, folder)
+            check_states(folder, self._state_settings())
+        return folder
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -191,16 +191,17 @@ class SavesRuns(PushesPolicy):
         with all_or_none(self.accelerator):
             if self.args.should_save:
                 marker.begin(folder)
+        # transformers would delete older checkpoints before this one is complete; a crash in between would leave none.
+        held_back: list[dict[str, Any]] = []
+        rotates_later = replaced(trainer, rotate_checkpoints=lambda **kwargs: held_back.append(kwargs))
         self._is_saving = True
         try:
-            with all_or_none(self.accelerator), name_disk_errors(folder), _hold_back_rotation(folder) as rotate:
+            with all_or_none(self.accelerator), name_disk_errors(folder), rotates_later:
                 super()._save_checkpoint(model, trial)
-                if self.args.should_save and not (folder / record.SCHEME_FILE).is_file():
-                    self._describe_shards(folder)
                 if self.args.should_save:
-                    self._write_state_settings(folder)
+                    self._describe_checkpoint(folder)
                 self._save_batch(folder, ahead)
-                if weights is not None and (self.args.should_save or self.policy.takes_all_processes):
+                if weights is not None and (self.args.should_save or is_sharded(self.model)):
                     torch.save(weights, folder / self._version_file())
                 marker.sync(folder)
         finally:
@@ -211,16 +212,22 @@ class SavesRuns(PushesPolicy):
                 if self._last_checkpoint is None:
                     marker.leave_behind(folder)
         self._last_checkpoint = folder.resolve()
-        rotate()
+        for kwargs in held_back:
+            _rotate(folder, kwargs["save_total_limit"], kwargs["best_model_checkpoint"])
         self._push_saved()
 
-    def _describe_shards(self, folder: Path) -> None:
-        """Writes what `save_model` writes next to weights, without which `trl-qarl export` cannot read the parts that
-        FSDP2 leaves in a checkpoint."""
-        model = self.accelerator.unwrap_model(self.model)
-        save_configuration(model, folder, model.dtype, self.processing_class)
-        record.write_scheme(folder, self.policy.record())
-        write_scales(folder, self.accelerator.unwrap_model(self.model))
+    def _describe_checkpoint(self, folder: Path) -> None:
+        """Writes the settings that states need, and next to the parts that FSDP2 leaves in a checkpoint what
+        `save_model` writes next to weights, without which `trl-qarl export` cannot read them."""
+        if not (folder / record.SCHEME_FILE).is_file():
+            model = self.accelerator.unwrap_model(self.model)
+            save_configuration(model, folder, model.dtype, self.processing_class)
+            record.write_scheme(folder, self.policy.record())
+            write_scales(folder, model)
+        settings = self._state_settings()
+        if self.args.save_only_model:
+            settings = {name: value for name, value in settings.items() if name not in ("optim", "lr_scheduler_type")}
+        (folder / RESUME_FILE).write_text(json.dumps(settings, indent=2) + "\n")
 
     def _save_batch(self, folder: Path, ahead: tuple | None) -> None:
         """Writes the rollouts of this process: the number of trained micro-batches, which gives the position in the
@@ -271,7 +278,7 @@ class SavesRuns(PushesPolicy):
             return folder
         card = {**self._card_facts(), "name": self.hub_model_id}
         # While sharded masters are gathered, an error of one process must reach the others.
-        with all_or_none(self.accelerator) if self.policy.takes_all_processes else nullcontext():
+        with all_or_none(self.accelerator) if is_sharded(self.model) else nullcontext():
             return self.policy.export(folder, self.processing_class, card)
 
     def _check_finite(self, consequence: str, is_for_all: bool = False) -> None:
@@ -392,7 +399,7 @@ class SavesRuns(PushesPolicy):
 
     def _version_file(self) -> str:
         """Return the name of the file with the weights that draw the pending batch."""
-        part = f"_{self.accelerator.process_index}" if self.policy.takes_all_processes else ""
+        part = f"_{self.accelerator.process_index}" if is_sharded(self.model) else ""
         return f"rollout_version{part}.pt"
 
     def _batch_settings(self) -> dict[str, Any]:
@@ -408,12 +415,6 @@ class SavesRuns(PushesPolicy):
             "numerics": self.policy.numerics,
         }
 
-    def _write_state_settings(self, folder: Path) -> None:
-        settings = self._state_settings()
-        if self.args.save_only_model:
-            settings = {name: value for name, value in settings.items() if name not in ("optim", "lr_scheduler_type")}
-        (folder / RESUME_FILE).write_text(json.dumps(settings, indent=2) + "\n")
-
     def _state_settings(self) -> dict[str, Any]:
         adapter = adapter_config(self.model) if self.policy.has_adapter else None
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -425,26 +426,10 @@ class NotFinite(ValueError):
     """A trained tensor has a NaN or an infinity."""
 
 
-@contextmanager
-def _hold_back_rotation(folder: Path) -> Iterator[Callable[[], None]]:
-    """
-    While open, keeps transformers from deleting older checkpoints: it would do so before the one in `folder` is
-    complete, and a crash in between would leave none. Yields a function that deletes them afterwards, by step:
-    transformers goes by the times of the files, which other hosts or a clock that was set back give.
-    """
-    held_back: list[dict[str, Any]] = []
-
-    def rotate() -> None:
-        for kwargs in held_back:
-            _rotate(folder, kwargs["save_total_limit"], kwargs["best_model_checkpoint"])
-
-    with replaced(trainer, rotate_checkpoints=lambda **kwargs: held_back.append(kwargs)):
-        yield rotate
-
-
 def _rotate(last: Path, limit: int | None, best: str | None) -> None:
     """Delete checkpoints next to the one in `last`, which was saved just now, until `limit` are left: incomplete ones
-    first, then those of earlier steps. The best one stays too."""
+    first, then those of earlier steps. The best one stays too. transformers goes by the times of the files, which
+    other hosts or a clock that was set back give."""
     if not limit or limit < 0:
         return
     kept = {last.resolve()} | ({Path(best).resolve()} if best else set())

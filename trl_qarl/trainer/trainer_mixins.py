@@ -8,11 +8,13 @@ constructor creates the model and calls `PreparesPolicy.__init__`. That calls tr
 the model to its device, and prepares the policy. TRL then builds a reference model and an engine from it.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import TrainerCallback
 from trl.trainer import grpo_trainer
 from trl.trainer.base_trainer import _BaseTrainer
@@ -24,6 +26,7 @@ from ..forward import FORWARD_KEYS, Batch, padded_logps, scoring_forward, shuffl
 from ..objectives.objective import Objective
 from ..optimizers.gradients import round_gradients
 from ..quantization.inventory import Inventory
+from ..quantization.versions import KeptVersion, at_version
 from ..replacing import replaced
 from ..rollout.ahead import Pending, Prefetcher
 from ..rollout.failures import all_or_none
@@ -31,7 +34,6 @@ from ..sharding import sharded_by
 from ..sharding.fsdp2 import choose_units, shard_when_prepared
 from ..telemetry.recorder import Recorder
 from .policy import Policy
-from .scoring import ScoringPlan
 
 
 class PreparesPolicy(_BaseTrainer):
@@ -69,6 +71,38 @@ class RefreshReference(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         for layer in Inventory.of(self.ref_model).layers.values():
             layer.invalidate()
+
+
+@dataclass(frozen=True)
+class ScoringPlan:
+    """
+    Decision about the old log-probs of one generation batch, made when the batch arrives.
+
+    Args:
+        source (`str`):
+            Whose log-probs the old ones are: the `"learner"`'s, with the weights that drew the batch, or the
+            `"sampler"`'s, if both give every token the same bits and scoring the rollout would return the same values.
+            If the learner has scored all tokens, all are compared with the sampler's, else those of the first update,
+            whose forward runs anyway, and of one more sequence.
+        version (`int`):
+            The update whose weights drew the batch.
+        weights ([`~trl_qarl.quantization.versions.KeptVersion`], *optional*):
+            These weights, if the batch was drawn before its turn. By default the learner has them when the batch
+            arrives.
+    """
+
+    source: Literal["learner", "sampler"]
+    version: int
+    weights: KeptVersion | None = field(default=None, repr=False)
+
+    @property
+    def is_stale(self) -> bool:
+        """True if the learner has other weights than those that drew the batch."""
+        return self.weights is not None
+
+    def at_drawn(self, model: nn.Module) -> AbstractContextManager:
+        """While open, `model` has the weights that drew the batch."""
+        return nullcontext() if self.weights is None else at_version(model, self.weights)
 
 
 class ScoresRollouts(grpo_trainer.GRPOTrainer):
@@ -148,7 +182,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         with replaced(grpo_trainer, shuffle_sequence_dict=shuffle) if self._keeps_groups else nullcontext():
             inputs = super()._prepare_inputs(generation_batch)
         plan = self._plan
-        if self.model.training and plan is not None and plan is not earlier and plan.compared == "first update":
+        if self.model.training and plan is not None and plan is not earlier and plan.source == "sampler":
             self._score_compared(plan)
         return inputs
 
@@ -175,7 +209,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
             return
         if plan.is_stale:
             self.recorder.observe_staleness(per_token_logps.detach(), Batch.of(inputs))
-        elif plan.compared == "first update":
+        elif plan.source == "sampler":
             inputs["old_per_token_logps"] = per_token_logps.detach()
             parts = self._buffered_inputs if is_training else [inputs]
             if not self.accelerator.sync_gradients and is_training and inputs is not parts[-1]:

@@ -67,6 +67,11 @@ def register() -> None:
         # Overriding a method that vLLM has renamed would have no effect.
         assert "call_utility_async" in vars(DPLBAsyncMPClient)
         DPLBAsyncMPClient.call_utility_async = call_every_replica
+        from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+        if DPCoordinatorProc.run_coordinator is not run_coordinator:
+            run_coordinator.original = DPCoordinatorProc.run_coordinator
+            DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
     _end_with_parent()
     register_classes()
     for architecture, name in _CORRECTED_MODELS.items():
@@ -79,9 +84,7 @@ def register() -> None:
         from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
         from .cpu_attention import register_attention
-        from .cpu_convolutions import register_convolutions
-        from .cpu_norms import register_norms
-        from .cpu_rotations import register_rotations
+        from .cpu_layers import register_convolutions, register_norms, register_rotations
         from .cpu_scans import register_scans
         from .expert_kernels import register_experts
         from .linear_kernels import register_kernels
@@ -129,6 +132,15 @@ async def call_every_replica(client: Any, method: str, *args: Any) -> Any:
     if any(answer != answers[0] for answer in answers):
         raise RuntimeError(f"The {len(answers)} replicas answer {method!r} differently: {answers}.")
     return answers[0]
+
+
+def run_coordinator(*args: Any, **kwargs: Any) -> None:
+    """Run vLLM's process between the replicas of a server, and end it with the server. It loads no plugins."""
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    _end_with_parent()
+    # A spawned process knows vLLM's function only.
+    getattr(run_coordinator, "original", DPCoordinatorProc.run_coordinator)(*args, **kwargs)
 
 
 def _end_with_parent() -> None:

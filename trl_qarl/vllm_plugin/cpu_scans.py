@@ -3,7 +3,7 @@ Recurrences of Mamba 1 and of the gated delta rule on a CPU, by operations of Py
 
 vLLM 0.31 has Mamba 1's scan only for GPUs (`selective_scan_fwd`), and its step for CPUs takes one decay and step size
 for each head, as Mamba 2 has them (csrc/cpu/mamba_cpu.cpp). OLMo's layers name functions of Triton. Both read the
-weight of their convolution as loaded, not packed ([`trl_qarl.vllm_plugin.cpu_convolutions`]). Its kernels of the delta
+weight of their convolution as loaded, not packed ([`trl_qarl.vllm_plugin.cpu_layers`]). Its kernels of the delta
 rule of Qwen3.5 and Qwen3-Next take only bfloat16; in other dtypes their layers compute as OLMo's.
 """
 

@@ -88,9 +88,8 @@ def _by_heads(layer: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     of keys its queries, key and value, or for Llama 4 the two features of each pair that turns next to each other."""
     if size := getattr(layer, "size_of_rotated_heads", None):
         *rotated, values = tensor.split(layer.output_partition_sizes)
-        return torch.cat(
-            [*(part.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2) for part in rotated), values]
-        )
+        pairs = [part.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2) for part in rotated]
+        return torch.cat([*pairs, values])
     if not hasattr(layer, "has_rows_by_heads"):
         return tensor
     heads = layer.num_kv_heads

@@ -232,9 +232,7 @@ class AuditedReload:
 
     def _distrust(self) -> None:
         # Tensors that no publication fills must stay unchanged too.
-        self._live = {
-            path: value for path, value in self._live.items() if not self._sources.get(path.rpartition(".")[0])
-        }
+        self._live = {p: value for p, value in self._live.items() if not self._sources.get(p.rpartition(".")[0])}
         self.published = {}
 
     @on_bare_model
@@ -318,11 +316,8 @@ class AuditedReload:
         problems += [f"{name}: the learner sent nothing for it" for name in missing][:5]
         unknown = [name for name in unknown if not is_unused(self.model, owned, name)]
         problems += [f"{mapped[name]}: the engine has no such parameter" for name in unknown][:5]
-        problems += [
-            f"{name}: dummy loading has filled this buffer with noise, and the learner sent nothing for it"
-            for name in self._noisy
-            if name not in mapped
-        ][:5]
+        noisy = "dummy loading has filled this buffer with noise, and the learner sent nothing for it"
+        problems += [f"{name}: {noisy}" for name in self._noisy if name not in mapped][:5]
         # vLLM would reload a module of which only a part has arrived, and leave the rest uninitialized.
         arrived = {self._engine_name(name) for name in self._arrived}
         modules = {

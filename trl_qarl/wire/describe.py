@@ -92,28 +92,12 @@ _SAMPLE_TEXT = (
 )
 
 # Settings without effect on a forward, or compared elsewhere.
-_NOT_NUMERIC = frozenset(
-    [
-        "architectures",
-        "auto_map",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "quantization_config",
-        "return_dict",
-        "tie_word_embeddings",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    ]
-)
+_WITHOUT_EFFECT = """
+architectures auto_map bos_token_id dtype eos_token_id id2label initializer_range label2id name_or_path
+output_attentions output_hidden_states pad_token_id quantization_config return_dict tie_word_embeddings torch_dtype
+transformers_version use_cache
+"""
+_NOT_NUMERIC = frozenset(_WITHOUT_EFFECT.split())
 
 _KINDS_OF_LAYERS = {"attention": "full_attention", "conv": "linear_attention", "mamba": "linear_attention"}
 

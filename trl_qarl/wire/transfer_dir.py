@@ -26,19 +26,13 @@ def transfer_bases() -> list[Path]:
     return [base for base in bases if os.access(base, os.W_OK | os.X_OK)]
 
 
-def room_for(num_bytes: int) -> int:
-    """Return the free bytes that a directory needs for a chunk of `num_bytes`: its file has metadata, and each file
-    system rounds up to its pages."""
-    return num_bytes + num_bytes // 8 + 2**20
-
-
 def default_transfer_dir(port: int, num_bytes: int = 0) -> Path:
     """Return the directory of one user and port: in shared memory if it has room for the largest chunk, `num_bytes`,
     else in the temporary directory, else in the one with more room. Containers often have 64 MiB of shared memory."""
     free = {base: shutil.disk_usage(base).free for base in transfer_bases()}
-    base = next(
-        (base for base, space in free.items() if space >= room_for(num_bytes)), max(free, key=free.__getitem__)
-    )
+    # The file has metadata, and each file system rounds up to its pages.
+    needed = num_bytes + num_bytes // 8 + 2**20
+    base = next((base for base, space in free.items() if space >= needed), max(free, key=free.__getitem__))
     return base / f"trl-qarl-{os.getuid()}-{port}"
 
 

@@ -1,8 +1,8 @@
 """
 [`Format`]: the tensors of a low-bit weight in one container, and the operations on them.
 
-A weight is a tuple of tensors: `qdata`, `scale` and the format's `operands`, in this order. Each tensor has one row
-for each row of the weight, so stacking, sharding and moving a weight need no further knowledge of them.
+A weight is a tuple of tensors: `qdata`, `scale` and, in containers that have one, the global scale. Each tensor has
+one row for each row of the weight, so stacking, sharding and moving a weight need no further knowledge of them.
 
 The arithmetic here has one scale per output channel or per group of input features:
 
@@ -19,13 +19,12 @@ A grid with *signed scales* puts the largest weight on the smallest code, -2, -4
 
 If a group holds `+a` and `-a`, the negative one counts and `+a` becomes the largest code (7 for INT4). The arithmetic
 is float32 (float64 for float64 masters), so a 16-bit master has the codes of its float32 copy. Division by a power of
-two is exact: a bf16 master with bf16 scales keeps `w_max`, and the scales of 3 and 2 bits are 2 and 4 times those of 4
-bits, down to denormal numbers. Codes are clamped where rounding makes a scale smaller.
+two is exact, so the scales of 3 and 2 bits are 2 and 4 times those of 4 bits.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,22 +34,14 @@ from ..schemes import Grid, QuantScheme
 Tensors = tuple[torch.Tensor, ...]
 
 
-class Operand(NamedTuple):
-    """A tensor `(N, 1)` in addition to codes and scales, with one value for the whole matrix."""
-
-    name: str
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True)
 class KernelChoice:
     """
     vLLM's kernels for a scheme on a GPU.
 
-    `linear` and `experts` are class names of the kernels that may run linear layers and experts, the likeliest first.
-    vLLM takes them with the entries `backends` of `linear_backend_per_quant` and with `experts_backend` as
-    `moe_backend`; `None` leaves the choice to vLLM. `refusal` is the reason why vLLM must not run the scheme there,
-    `instead` the alternative.
+    `linear` and `experts` are class names of the kernels that may run linear layers and experts. vLLM takes them with
+    the entries `backends` of `linear_backend_per_quant`, and with `experts_backend` as `moe_backend`. `refusal` is the
+    reason why vLLM must not run the scheme there, `instead` the alternative.
     """
 
     linear: tuple[str, ...] = ()
@@ -66,10 +57,9 @@ class Format:
     Storage and arithmetic of one container. The base class stores INT8 codes one per byte.
 
     *Codes* are numbers of the grid, one per weight; `qdata` holds them in memory. Methods that take `*operands` get
-    the tensors in the order of the attribute.
+    the global scale, `(N, 1)`, if there is one.
 
     - `num_bits`: bits of a code in memory.
-    - `operands`: tensors in addition to `qdata` and `scale`.
     - `checkpoint_names`: names of all tensors in a checkpoint, without the layer's prefix.
     - `gguf_type`: type of GGUF that holds the codes unchanged.
     - `repeated_on_gpus`: grids of activations for which learner and engine share the product on a GPU, `None` for 16
@@ -81,7 +71,6 @@ class Format:
     """
 
     num_bits: int = 8
-    operands: tuple[Operand, ...] = ()
     checkpoint_names: tuple[str, ...] = ("weight", "weight_scale")
     gguf_type: str | None = None
     repeated_on_gpus: tuple[Grid | None, ...] = ()
@@ -98,11 +87,10 @@ class Format:
         global_scale: float | None,
         scale: torch.Tensor | None,
     ) -> Tensors:
-        """Return the tensors of a contiguous `weight` `(N, K)`, with these scales if given.
-        [`~trl_qarl.quantization.quantize.quantize_weight`] calls this for each block of rows."""
+        """Return the tensors of a block of rows of a weight, contiguous `(N, K)`, with these scales if given."""
         grid = scheme.grid
+        scale_dtype = dtype_of_scales(scheme, scale_dtype)
         if scheme.scale_dtype is not None:
-            scale_dtype = getattr(torch, scheme.scale_dtype)
             weight = weight.to(torch.promote_types(weight.dtype, scale_dtype))
         if grid.has_signed_scales:
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
@@ -162,11 +150,9 @@ class Format:
         return (before.view(torch.uint8) != after.view(torch.uint8)).count_nonzero()
 
     def multiply(self, x: torch.Tensor, weight: Any, row_invariant: bool) -> tuple[torch.Tensor, str] | None:
-        """
-        Multiply `(M, K)` activations, or their codes as numbers, by a weight `(N, K)` with a kernel that reads the
-        codes. Return `x @ w'.T` and the kernel's name; `None` without such a kernel, or if the product of the expanded
-        weight is faster ([`trl_qarl.quantization.gemm`]). `row_invariant` asks for one kernel for any number of rows.
-        """
+        """Multiply `(M, K)` activations by a weight `(N, K)` with a kernel that reads the codes. Return `x @ w'.T` and
+        the kernel's name; `None` without such a kernel, or if the product of the expanded weight is faster.
+        `row_invariant` asks for one kernel for any number of rows."""
         return None
 
     def release(self, x: torch.Tensor, weight: Any) -> None:
@@ -183,11 +169,17 @@ class Format:
 
     def from_checkpoint(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """Return the inverse of [`~Format.to_checkpoint`], without a copy if the layouts agree."""
-        return tensors["weight"], tensors["weight_scale"]
+        codes, scale, *_ = self.checkpoint_names
+        return tensors[codes], tensors[scale]
 
     def kernels(self, scheme: QuantScheme, gpu: Any) -> KernelChoice:
         """Return vLLM's kernels for a scheme with this container on a GPU of compute capability 8.0 or newer."""
         raise NotImplementedError
+
+
+def dtype_of_scales(scheme: QuantScheme, engine_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a scheme's scales where the engine runs the model in `engine_dtype`."""
+    return engine_dtype if scheme.scale_dtype is None else getattr(torch, scheme.scale_dtype)
 
 
 def fits_cpu_kernels(x: torch.Tensor, weight: Any) -> bool:

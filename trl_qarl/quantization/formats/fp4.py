@@ -27,16 +27,17 @@ import math
 
 import torch
 
-from .base import KernelChoice, Operand, Tensors, in_groups
-from .int4_packed import HalfBytes, look_up
+from .base import Format, KernelChoice, Tensors, in_groups
+from .int4_packed import look_up
 
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-class Mxfp4(HalfBytes):
+class Mxfp4(Format):
     """FP4 weights in groups of 32 with 16-bit activations."""
 
+    num_bits = 4
     checkpoint_names = ("weight_packed", "weight_scale")
     gguf_type = "MXFP4"
     refusal_of_experts = "reading such a checkpoint is untested, except in the form in which gpt-oss is released"
@@ -93,7 +94,6 @@ class Mxfp4(HalfBytes):
 class Nvfp4(Mxfp4):
     """FP4 weights in groups of 16 with 16-bit activations."""
 
-    operands = (Operand("global_scale", torch.float32),)
     checkpoint_names = ("weight_packed", "weight_scale", "weight_global_scale")
     gguf_type = None
 

@@ -24,11 +24,14 @@ from .base import Format, KernelChoice, fits_cpu_kernels
 KERNEL, KERNEL_MAX_ROWS = "aten::_weight_int4pack_mm_for_cpu", 32
 
 
-class HalfBytes(Format):
-    """Storage of 4-bit codes, in memory and in a checkpoint."""
+class Int4Packed(Format):
+    """INT4 weights, also on grids of 3 and 2 bits, with activations of 16 or 8 bits."""
 
     num_bits = 4
     checkpoint_names = ("weight_packed", "weight_scale", "weight_shape")
+    gguf_type = "Q4_0"
+    repeated_on_gpus = (None,)
+    experts_in_vllm = (None, INT8)
 
     def pack(self, codes):
         # In words of 16 bits the second code moves next to the first; strides of 2 would be slow.
@@ -36,22 +39,11 @@ class HalfBytes(Format):
         return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8).view(torch.int32)
 
     def unpack(self, qdata, dtype):
-        return look_up(qdata, dtype, tuple(range(-8, 8)))
+        return unpack_int4(qdata, dtype)
 
     def count_flips(self, before, after):
         changed = (before ^ after).view(torch.uint8)
         return (changed & 0x0F).count_nonzero() + (changed & 0xF0).count_nonzero()
-
-    def from_checkpoint(self, tensors):
-        return tensors["weight_packed"], tensors["weight_scale"]
-
-
-class Int4Packed(HalfBytes):
-    """INT4 weights, also on grids of 3 and 2 bits, with activations of 16 or 8 bits."""
-
-    gguf_type = "Q4_0"
-    repeated_on_gpus = (None,)
-    experts_in_vllm = (None, INT8)
 
     def choose_scales(self, groups, scheme):
         scale = super().choose_scales(groups, scheme)
@@ -93,9 +85,10 @@ def kernel_operands(weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes and `(K / group_size, N, 2)` scales and zeros in the layout of ATen's INT4 CPU kernel, with `N`
     padded to a multiple of 16: a layer and a part of it must get the same kind of product."""
     pad = (0, 0, 0, -len(weight.qdata) % 16)
+    unsigned = (unpack_int4(F.pad(weight.qdata, pad), torch.float32) + 8).int()
     scale = F.pad(weight.scale, pad).t()
     return (
-        torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned_codes(F.pad(weight.qdata, pad)), 1),
+        torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned, 1),
         torch.stack([scale, torch.zeros_like(scale)], dim=-1).contiguous(),
     )
 
@@ -117,9 +110,9 @@ def look_up(qdata: torch.Tensor, dtype: torch.dtype, values: tuple[float, ...]) 
     return values.view(dtype).view(qdata.shape[0], 2 * qdata.itemsize * qdata.shape[1])
 
 
-def unsigned_codes(qdata: torch.Tensor) -> torch.Tensor:
-    """Return the codes + 8, 0 to 15, `(N, K)` int32."""
-    return (HalfBytes().unpack(qdata, torch.float32) + 8).int()
+def unpack_int4(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the codes, -8 to 7, `(N, K)` in `dtype`."""
+    return look_up(qdata, dtype, tuple(range(-8, 8)))
 
 
 @lru_cache(maxsize=8)
@@ -133,22 +126,18 @@ def _table(dtype: torch.dtype, device: torch.device, values: tuple[float, ...]) 
 
 def fp8_gemm_weight(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the operands by which the engine multiplies for `w4a8`: FP8 codes `(N, K)`, float32 scales `(N, 1)`."""
-    channel_scale, group_scale = _fp8_scales(scale)
-    codes = HalfBytes().unpack(qdata, torch.float32)
-    codes.view(*group_scale.shape, codes.shape[1] // group_scale.shape[1]).mul_(group_scale.unsqueeze(-1))
-    return codes.to(torch.float8_e4m3fn), channel_scale
-
-
-def _fp8_scales(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert scales `(N, groups)` like vLLM: channel scales `(N, 1)` and E4M3 values `(N, groups)`, float32."""
+    # vLLM's conversion of the scales.
     scale = scale.float()
     channel_scale = (scale.amax(-1, keepdim=True) / 448.0).clamp(min=1.0 / (448.0 * 512.0))
     group_scale = (scale / channel_scale).to(torch.float8_e4m3fn).float() / 8.0
-    return 8.0 * channel_scale, group_scale.to(torch.float8_e4m3fn).float()
+    group_scale = group_scale.to(torch.float8_e4m3fn).float()
+    codes = unpack_int4(qdata, torch.float32)
+    codes.view(*group_scale.shape, codes.shape[1] // group_scale.shape[1]).mul_(group_scale.unsqueeze(-1))
+    return codes.to(torch.float8_e4m3fn), 8.0 * channel_scale
 
 
 def _fp8_exact_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales `(N, groups)` near `scale` that [`_fp8_scales`] splits without rounding unless it clamps."""
+    """Return scales `(N, groups)` near `scale` that [`fp8_gemm_weight`] splits without rounding unless it clamps."""
     scale = scale.float()
     amax = scale.amax(-1, keepdim=True)
     amax = torch.where(amax == 0, 1.0, amax)

@@ -18,9 +18,6 @@ FORMATS: dict[str, Format] = {
 }
 """Formats by the names of their containers."""
 
-OPERANDS = tuple(dict.fromkeys(operand.name for form in FORMATS.values() for operand in form.operands))
-"""Names of tensors that some low-bit weights have in addition to codes and scales."""
-
 CHECKPOINT_NAMES = tuple(dict.fromkeys(name for form in FORMATS.values() for name in form.checkpoint_names))
 """Names of the tensors of a low-bit weight in a checkpoint, without the layer's prefix."""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from testing_utils import make_tiny_mixture, make_tiny_model
+from testing_utils import make_tiny_mixture, make_tiny_model, make_tiny_tokenizer
 from testing_utils.engines import engine_model, publish_to_engine, update_masters
 from trl_qarl import prepare_model
 from trl_qarl.sync import canary as canary_module
@@ -77,6 +77,16 @@ def test_a_models_own_code_is_named_as_a_cause(tmp_path):
 def test_without_a_tokenizer_nothing_is_compared():
     canary = Canary(None, torch.float32, None)
     assert canary.score() == [] and canary.compare([], None) == {}
+
+
+@pytest.mark.parametrize(("scheme", "smallest"), [("w8a16", 0.0), ("w8a8", 0.01)])
+def test_rounding_in_float32_is_that_of_activation_codes(tmp_path, scheme, smallest):
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen2"), dtype=torch.float32).eval()
+    widen(model)
+    prepare_model(model, scheme, scale_dtype=torch.float32)
+    canary = Canary(model, torch.float32, make_tiny_tokenizer())
+    [[log_probs, _]] = canary.score()
+    assert smallest <= canary._rounding(canary.texts[0], log_probs) < 10 * max(smallest, 1e-5)
 
 
 def widen(model, size=2.0):

@@ -21,6 +21,7 @@ from ..checkpoint.export import has_own_code
 from ..engines.engine import Engine
 from ..engines.pictures import canary_prompt, takes_pictures
 from ..forward import learner_log_probs
+from ..quantization.inventory import Inventory
 from ..quantization.names import layer_of
 from ..quantization.storage import device_of, is_sharded
 from ..quantization.swap import quantized_forward
@@ -35,10 +36,7 @@ PICTURE_TOKENS = 16
 """Tokens after the picture that are compared."""
 
 SMALLEST, LARGEST = 0.01, 2.5
-"""
-Bounds of the allowed difference, in nats. The lower one covers a single activation code that is rounded differently,
-which is rare in float32.
-"""
+"""Bounds of the allowed difference, in nats."""
 
 
 class _Text(NamedTuple):
@@ -130,10 +128,13 @@ class Canary:
 
     @contextmanager
     def _otherwise_rounded(self) -> Iterator[None]:
-        """While open, embeddings move by the last bit of the engine's dtype, and each decoder layer's output is
-        rounded to it, as in the engine. All later sums are then rounded differently, and activations' codes and
-        experts of tokens may change."""
+        """While open, embeddings move by the last bit of the engine's dtype, or of codes of activations, and each
+        decoder layer's output is rounded to it, as in the engine. All later sums are then rounded differently, and
+        codes of activations and experts of tokens may change."""
         step = torch.finfo(self.dtype).eps
+        if any(layer.scheme.activation for layer in Inventory.of(self.model).layers.values()):
+            # In float32 few codes are rounded differently, in one pass perhaps none, but each by a whole step.
+            step = max(step, 2.0**-8)
         if self.dtype is torch.float32 and device_of(self.model).type != "cpu":
             # Attention in Triton rounds float32 to TF32.
             step = 2.0**-10

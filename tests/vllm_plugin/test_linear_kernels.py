@@ -69,6 +69,13 @@ def test_int8_activations_never_use_vllms_kernel(engine_of):
     assert kernel._scheme == get_scheme("w4a8-int8")
 
 
+@pytest.mark.parametrize("has_vnni", [False, True])
+def test_sums_that_overflow_without_vnni_are_ours(engine_of, monkeypatch, has_vnni):
+    engine_of(weights=get_scheme("w8a8").weight_args(None), input_activations=get_scheme("w8a8").activation_args)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_vnni)
+    assert QaRLInt8Kernel.can_implement(Int8ScaledMMLinearLayerConfig(False, True, True))[0] != has_vnni
+
+
 def test_4_bit_activations_are_not_dropped_when_serving(engine_of):
     linear_kernels.register_kernels(PlatformEnum.CPU)
     weights = get_scheme("mxfp4a16").weight_args(32)

@@ -11,8 +11,8 @@ Linear kernels for vLLM with the learner's products, where vLLM's kernels cannot
 | not quantized, bf16 | oneDNN | with AVX512: another arithmetic for a single row, with AMX above 32 rows ([`trl_qarl.bitwise.cpu`]) |
 
 They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]; those of
-the first three rows also serve exports in float32 or FP4 in any engine, because vLLM has no kernel for them. A layer
-has one kernel for any number of rows, so prefill and decode of the engine give the same bits.
+the first three rows also serve exports in float32 or FP4 in any engine, because vLLM has no kernel for them, and INT8
+codes on processors without VNNI, on which oneDNN's sums saturate. A layer has one kernel for any number of rows, so prefill and decode of the engine give the same bits.
 
 On a GPU they are chosen only in an engine that also runs eagerly with `VLLM_BATCH_INVARIANT=1`, so that a learner
 repeats it bit for bit (`numerics="engine"`). vLLM 0.31 has no such product of INT4 weights (Marlin), and the tiling of
@@ -220,6 +220,11 @@ class QaRLInt8Kernel(LowBitKernel, Int8ScaledMMLinearKernel):
     """INT8 weights with dynamic per-token INT8 activations."""
 
     codes_name = "weight"
+
+    @classmethod
+    def _reason_against_engine(cls) -> str | None:
+        # vLLM's kernel would give wrong sums.
+        return super()._reason_against_engine() if torch.cpu._is_vnni_supported() else None
 
     @classmethod
     def _reason_against(cls, c: Int8ScaledMMLinearLayerConfig) -> str | None:

@@ -280,7 +280,7 @@ def check_output_head(model: nn.Module, temperature: float) -> None:
     # and returns float32.
     dtype = torch.bfloat16 if hasattr(model, "_original_forward") else logits.dtype
     # Without tokens that a class forbids, such as Chameleon's of pictures, by the smallest number or infinity.
-    largest = logits[logits > torch.finfo(logits.dtype).min / 2].abs().max().item()
+    largest = torch.where(logits > torch.finfo(logits.dtype).min / 2, logits.abs(), 0.0).max().item()
     allowed = 4 * torch.finfo(dtype).eps * largest / temperature + 1e-3
     if (difference := (fused - log_probs).abs().max().item()) > allowed:
         raise ValueError(

@@ -2,6 +2,7 @@ import itertools
 import json
 import math
 import re
+import resource
 import shutil
 
 import pytest
@@ -17,6 +18,7 @@ from testing_utils.pictures import make_picture_model
 from testing_utils.trainings import QUANTIZED, RECORD, assert_equal
 from trl_qarl.checkpoint.export import export_checkpoint
 from trl_qarl.checkpoint.load import load_frozen_model
+from trl_qarl.cli import main
 from trl_qarl.quantization.swap import prepare_model, quantized_layers, restore_model
 
 
@@ -266,6 +268,20 @@ def test_exports_are_overwritten_and_masters_are_not(tmp_path, name):
     prepare_model(model, name)
     with pytest.raises(ValueError, match="holds other weights"):
         export_checkpoint(model, folder)
+
+
+def test_an_export_that_fails_to_write_keeps_the_earlier_one(masters, tmp_path, capsys):
+    argv = ["export", "--model_name_or_path", str(masters), "--scheme", "w8a8", "--output_dir", str(tmp_path)]
+    assert main(argv) == 0
+    earlier = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+    try:
+        error = refused(capsys, *argv)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert re.search(f"trl-qarl: error: .*could not be written: .*os error 27.*'{tmp_path}'$", error.strip())
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == earlier
 
 
 @pytest.mark.parametrize(

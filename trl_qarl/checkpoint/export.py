@@ -30,7 +30,7 @@ from ..models import family_of, fields_for_vllm
 from ..quantization.inventory import Inventory
 from ..quantization.names import architecture, is_adapted
 from ..quantization.storage import is_sharded, whole
-from .files import allow_as_umask, check_writable
+from .files import allow_as_umask, check_writable, name_disk_errors
 from .gguf import GGUF_FILE, export_gguf
 from .layout import check_finite, iter_checkpoint_tensors, loads_in_transformers, quantization_config
 from .load import auto_class
@@ -225,7 +225,8 @@ def written_as_a_whole(folder: Path) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        yield partial
+        with name_disk_errors(folder):
+            yield partial
         allow_as_umask([path for path in partial.rglob("*") if path.is_file()])
         # The new export may have fewer shards and no GGUF file.
         for path in (*folder.glob("*.safetensors*"), folder / GGUF_FILE):

@@ -110,7 +110,7 @@ def problems_of_arguments(
         yield "`environment_factory` was given with a dataset of pictures, which is untested. Use one of the two."
     if args.rollout_ahead:
         yield from _problems_of_ahead(args, train_dataset, others)
-    if args.use_vllm and args.vllm_mode == "colocate":
+    if args.is_colocated:
         yield from _problems_of_colocation(args)
     launch = Launch.of_arguments(args)
     state = args.distributed_state

@@ -73,8 +73,7 @@ def check_choices(config) -> Iterator[str]:
 
 def check_gpu(config) -> Iterator[str]:
     # A server on another machine checks this when it starts.
-    is_here = config.use_vllm and (config.vllm_mode == "colocate" or config.vllm_server_autostart)
-    gpu = Gpu.here() if is_here and not config.use_cpu else None
+    gpu = Gpu.here() if config.starts_engine and not config.use_cpu else None
     # Errors of the plan itself come from `check_scheme`.
     with suppress(ValueError):
         if gpu is not None:

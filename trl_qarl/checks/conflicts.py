@@ -41,7 +41,7 @@ def _starts_server(config):
 
 
 def _has_own_server(config):
-    return config.use_vllm and config.vllm_mode == "server" and not config.vllm_server_autostart
+    return config.use_vllm and not config.starts_engine
 
 
 def _has_other_cache(config):
@@ -122,7 +122,7 @@ CONFLICTS = [
     ),
     Conflict(
         {"generation_kwargs": {"seed": 1}, "use_vllm": True, "vllm_mode": "colocate"},
-        lambda c: c.use_vllm and c.vllm_mode == "colocate" and "seed" in as_dict(c, "generation_kwargs"),
+        lambda c: c.is_colocated and "seed" in as_dict(c, "generation_kwargs"),
         "each completion of a prompt is a request of its own, and all would be equal",
         "Remove it; `seed` is that of the training",
     ),

@@ -204,8 +204,7 @@ def problems_of_positions(model: Any, args: Any) -> Iterator[str]:
             "(original_max_position_embeddings) gives every sequence of the engine the factors of long ones, and the learner scores "
             f"short ones with those of short ones. Set vllm_max_model_length={limit}, and start a server with --max-model-len {limit}."
         )
-    starts_engine = args.vllm_mode == "colocate" or args.vllm_server_autostart
-    if starts_engine and (problem := problem_of_context(model, "vllm_max_model_length", length)):
+    if args.starts_engine and (problem := problem_of_context(model, "vllm_max_model_length", length)):
         yield problem
 
 

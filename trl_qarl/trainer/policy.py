@@ -209,19 +209,15 @@ class Policy:
         """Return the problem of a class that a vLLM in this process has not, which this loads, or cannot run with an
         adapter next to its layers."""
         runs_beside = has_adapter and self.args.lora_mode == "adapter"
-        problem = problem_of_architecture(base, runs_beside) if self._is_colocated else None
+        problem = problem_of_architecture(base, runs_beside) if self.args.is_colocated else None
         return [f"use_vllm=True: {problem}"] if problem else []
-
-    @property
-    def _is_colocated(self) -> bool:
-        return self.args.use_vllm and self.args.vllm_mode == "colocate"
 
     def _engine_dtype(self, model: nn.Module) -> torch.dtype:
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else model.dtype
 
     def _choose_cpu_weights(self) -> None:
         """Choose the form of weights in products of vLLM's kernels on a CPU; a learner follows a server's choice."""
-        args, is_local = self.args, self._is_colocated
+        args, is_local = self.args, self.args.is_colocated
         # Gathered weights are not kept.
         is_learner = self.numerics == "engine" and self._sharded_by is None and (is_local or not args.use_vllm)
         # Where FSDP2 will shard the model, it is still on the CPU.

@@ -142,6 +142,16 @@ class QaRLConfig(QuantOptions, ObjectiveOptions, LearnerOptions, EngineOptions, 
         """Also counts processes that are about to be launched."""
         return launched_processes() or super().world_size
 
+    @property
+    def is_colocated(self) -> bool:
+        """True if vLLM runs in this process."""
+        return self.use_vllm and self.vllm_mode == "colocate"
+
+    @property
+    def starts_engine(self) -> bool:
+        """True if this process runs vLLM or starts its server."""
+        return self.is_colocated or (self.use_vllm and self.vllm_server_autostart)
+
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the options as they are now: scripts set some of them on a configuration."""
         values = [problem for _, problem in problems_of_values(self, GRPOConfig)]

@@ -160,7 +160,7 @@ class ScoresRollouts(grpo_trainer.GRPOTrainer):
         self.recorder.observe_mismatch(output, batch)
         if self.policy.numerics != "engine":
             return
-        llm = self.vllm_generation.llm if self.use_vllm and self.args.vllm_mode == "colocate" else None
+        llm = self.vllm_generation.llm if self.args.is_colocated else None
         # Only the main process can ask a server; tokens of other processes are reported without the engine's answer.
         asks = self.use_vllm and self.accelerator.is_main_process and not plan.is_stale
         score = self.vllm_generation.engine.score if asks else None

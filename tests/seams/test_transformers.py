@@ -49,7 +49,7 @@ def test_models_consist_of_modules_with_engine_numerics(arch, layers):
         norms = {name for name, _ in layer.named_children() if name.endswith("norm")}
         assert any(norms == {*names} - {None} for names in _NORMS)
     if layers != "transformers":
-        forward = type(layer.self_attn).forward
+        forward = inspect.unwrap(type(layer.self_attn).forward)
         assert {"apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"} <= {*forward.__code__.co_names}
         assert "rotate_half" in forward.__globals__ and forward.__kwdefaults__ is None
     assert model.config._attn_implementation

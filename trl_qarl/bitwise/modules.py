@@ -194,6 +194,8 @@ class _RotaryEmbedding(EngineOperation):
 @lru_cache
 def _with_engine_rotation(forward: FunctionType) -> FunctionType:
     """Return the forward of an attention that rotates with the engine's kernel instead of `apply_rotary_pos_emb`."""
+    # From transformers 5.24 on a decorator accepts the former names of arguments.
+    forward = inspect.unwrap(forward)
     names = forward.__globals__
     # Pairs of features are neighbours (GLM), or half a head apart.
     is_interleaved = names["rotate_half"](torch.arange(4.0))[0].item() == -1

@@ -20,7 +20,7 @@ PHIMOE = {
     "lm_head_bias": True,
     "router_aux_loss_coef": 0.0,
 }
-LORA = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["all-linear"], "learning_rate": 3e-2}
+LORA = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["all-linear"], "learning_rate": 1e-2}
 
 
 OFTEN = ("ddp", "fsdp2", "deepspeed_zero3")

@@ -432,9 +432,8 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
 
     _write_policy(trainer, export_dir, script_args.dataset_name)
 
-    # Drop the condition once transformers>=5.18, which needs the call to finish trackers and the process group.
-    if hasattr(trainer, "end"):
-        trainer.end()
+    # `Trainer.end` of transformers>=5.18. A process group that is left open may end Python by a signal.
+    trainer.accelerator.end_training()
 
 
 def _write_policy(trainer: Any, export_dir: Path | None, dataset_name: str | None) -> None:

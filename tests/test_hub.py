@@ -133,6 +133,15 @@ def test_push_replaces_shards_and_adapter_of_an_earlier_model(tiny_model, tmp_pa
     assert {*names} & {*pushed_files(hub)} == {"notes.txt"}
 
 
+def test_a_push_may_ask_for_a_private_repository(tiny_model, tmp_path, hub):
+    trainer = make_trainer(tiny_model, tmp_path / "run", hub_model_id="policy")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'is_private'"):
+        trainer.push_to_hub(is_private=True)
+    assert not hub.repos
+    trainer.push_to_hub(private=True)
+    assert hub.repos["someone/policy"].private
+
+
 @pytest.mark.parametrize(("part", "status"), [("/commit/", 500), ("/api/", 401)])
 def test_a_failed_push_names_the_command_that_repeats_it(tiny_model, tmp_path, hub, part, status):
     trainer = make_trainer(tiny_model, tmp_path / "run", hub_model_id="someone/policy")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torchao.optim.subclass_8bit import get_qmap_signed
 
 from trl_qarl.optimizers.muon import _MuonOfWhole
@@ -14,6 +14,13 @@ from trl_qarl.quantization.linear import QuantizedLinear
 from trl_qarl.quantization.schemes import SCHEMES
 from trl_qarl.quantization.storage import Storage
 from trl_qarl.sharding.fsdp2 import FrozenRows, MasterShard, as_bytes
+
+
+def num_bytes(tensor):
+    """Bytes of a tensor, or of the codes and scales of torchao's, whose own number is that of its values."""
+    if is_traceable_wrapper_subclass(tensor):
+        return sum(getattr(tensor, name).nbytes for name in tensor.__tensor_flatten__()[0])
+    return tensor.nbytes
 
 
 class Watch(TorchDispatchMode):
@@ -30,7 +37,7 @@ class Watch(TorchDispatchMode):
         if name in ("aten::_to_copy", "aten::copy_"):
             source = args[1] if name == "aten::copy_" else args[0]
             if source.device != output.device:
-                self.moved[source.device.type, output.device.type] += source.numel() * source.itemsize
+                self.moved[source.device.type, output.device.type] += num_bytes(source)
                 self.sent += [source] if (kwargs or {}).get("non_blocking") else []
         if name in ("aten::mm", "aten::addmm"):
             self.products[output.device.type] += 1

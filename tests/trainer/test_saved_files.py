@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from testing_utils import make_tiny_model, make_trainer, run_export
 from trl_qarl.checkpoint.files import name_disk_errors
@@ -16,12 +16,10 @@ from trl_qarl.checkpoint.files import name_disk_errors
 
 @pytest.mark.parametrize("options", [{"temperature": 0.6, "top_p": 0.9}, {"length_penalty": 2.0}])
 def test_an_invalid_generation_config_is_saved_unchanged(tmp_path, options):
-    """transformers loads such files and refuses to save them."""
+    """transformers loads such files, and before 5.24 refuses to save them."""
     folder = Path(make_tiny_model(tmp_path, "qwen2"))
     path = folder / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | options))
-    with pytest.raises(ValueError, match="Fix these issues"):
-        GenerationConfig.from_pretrained(folder).save_pretrained(tmp_path / "other")
     trainer = make_trainer(str(folder), tmp_path / "run", save_strategy="steps", save_steps=1, max_steps=1)
     trainer.train()
     trainer.save_model()

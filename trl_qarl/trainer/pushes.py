@@ -59,29 +59,41 @@ class PushesPolicy(_BaseTrainer):
         return given | {"settings": self.policy.card_facts(), "history": self.state.log_history}
 
     @override
-    def init_hf_repo(self, token: str | None = None) -> None:
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Creates the repository before the training; an error names the remedy."""
         args = self.args
         if self.is_world_process_zero():
             name = args.hub_model_id or Path(args.output_dir).absolute().name
-            self.hub_model_id = create_repository(name, token or args.hub_token, args.hub_private_repo)
+            self.hub_model_id = create_repository(name, token or args.hub_token, self._is_private(private))
             self.push_in_progress = None
 
     @override
-    def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **kwargs: Any):
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        *,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+    ):
         """Saves the masters, exports the policy, and uploads the export; [`PushFailed`] has the command that pushes it
-        again. `kwargs` are those of `create_model_card`."""
+        again. `private`, by default `hub_private_repo`, counts for a new repository, and the last three arguments are
+        those of `create_model_card`."""
         args, token = self.args, token or self.args.hub_token
         self._finish_current_push()
         self.save_model(_internal_call=True)
-        self._remember(**kwargs)
+        self._remember(model_name=model_name, dataset_name=dataset_name, tags=tags)
         if self.hub_model_id is None and self.is_world_process_zero():
             self.hub_model_id = args.hub_model_id or Path(args.output_dir).absolute().name
             # A Hub that cannot be reached fails at the upload, after the export.
             with suppress(Exception):
                 if "/" not in self.hub_model_id:
                     self.hub_model_id = f"{HfApi().whoami(token)['name']}/{self.hub_model_id}"
-        return self._push(commit_message, blocking, token, revision or args.hub_revision)
+        return self._push(commit_message, blocking, token, revision or args.hub_revision, private)
 
     @override
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -100,13 +112,18 @@ class PushesPolicy(_BaseTrainer):
             self._finish_current_push()
             self._push(message, False, args.hub_token, args.hub_revision)
 
-    def _push(self, message: str, blocking: bool, token: str | None, revision: str | None):
+    def _is_private(self, private: bool | None) -> bool | None:
+        return self.args.hub_private_repo if private is None else private
+
+    def _push(
+        self, message: str | None, blocking: bool, token: str | None, revision: str | None, private: bool | None = None
+    ):
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.is_world_process_zero() or is_sharded(self.model):
             self.export_model()
         if not self.is_world_process_zero():
             return None
-        given = self.export_dir, self.hub_model_id, message, token, self.args.hub_private_repo, revision
+        given = self.export_dir, self.hub_model_id, message, token, self._is_private(private), revision
         if blocking:
             return upload(*given)
         job = HfApi().run_as_future(upload, *given)

@@ -82,8 +82,8 @@ class Storage:
     def refresh(self, model: nn.Module) -> None:
         """Drop parameters that stay gathered after the last forward of `model`."""
 
-    def keep_gradients_in(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Have autograd keep the gradients of `model` in `dtype`."""
+    def keep_gradients_in(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        """Have autograd keep the gradients of `model` in `dtype`, `None` for any."""
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad_dtype = dtype
@@ -127,8 +127,8 @@ def refresh(model: nn.Module) -> None:
         backend.refresh(model)
 
 
-def keep_gradients_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep the gradients of `model` in `dtype`, with any storage of its parameters."""
+def keep_gradients_in(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Keep the gradients of `model` in `dtype`, `None` for any, with any storage of its parameters."""
     next((backend for backend in BACKENDS if backend.is_of(model)), _WHOLE).keep_gradients_in(model, dtype)
 
 

@@ -196,16 +196,18 @@ class Rows(Storage):
                 module.reshard()
 
     @override
-    def keep_gradients_in(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def keep_gradients_in(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         # FSDP2 rounds what it has added up to this dtype, before it moves it to the host. It is set when the model is
-        # first used.
+        # first used: for a group up to torch 2.13, and for each parameter from 2.15 on.
         model._get_fsdp_state()._lazy_init()
         for group in _fsdp_groups(model):
-            if group._orig_dtype is not None:
+            is_of_group = hasattr(group, "_orig_dtype")
+            if is_of_group and group._orig_dtype and dtype:
                 group._orig_dtype = dtype
             for parameter in group.fsdp_params:
-                # torch initializes the state of an optimizer by a step with gradients in the masters' dtype.
-                parameter.sharded_param.grad_dtype = None
+                parameter.sharded_param.grad_dtype = None if is_of_group else dtype
+                if not is_of_group:
+                    parameter._capture_grad_dtype_policy(parameter.sharded_param)
 
 
 BACKENDS.append(Rows())

@@ -28,7 +28,7 @@ from ..checkpoint.scales import write_scales
 from ..checks.launch import check_resumed_launch
 from ..checks.resume import RESUME_FILE, batch_settings, check_states, state_settings
 from ..quantization.names import base_model, is_peft_model
-from ..quantization.storage import is_sharded, num_elements, storage_of
+from ..quantization.storage import is_sharded, keep_gradients_in, num_elements, storage_of
 from ..replacing import replaced
 from ..rollout.ahead import Prefetcher
 from ..rollout.failures import all_or_none
@@ -172,6 +172,9 @@ class SavesRuns(PushesPolicy):
                 super()._save(output_dir, state_dict)
         finally:
             self.args.hub_token = token
+        # From transformers 5.24 on every process calls this.
+        if not self.args.should_save:
+            return
         allow_as_umask(folder.glob("*.safetensors"))
         # TRL's copy of the initial adapter is not a result, and next to it transformers would not resume the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
@@ -320,7 +323,13 @@ class SavesRuns(PushesPolicy):
         """Also restores the generation batch in progress, or drops it if this run would have drawn another one. Says
         which of this run's settings of the optimizer do not count, because a checkpoint has its own."""
         given = self._optimizer_settings()
+        rounds_gradients = self.is_fsdp_enabled and self.args.gradient_dtype == "bfloat16"
+        if rounds_gradients:
+            # torch initializes the state of an optimizer by a step with gradients in the masters' dtype.
+            keep_gradients_in(self.model, None)
         super()._load_optimizer_and_scheduler(checkpoint)
+        if rounds_gradients:
+            keep_gradients_in(self.model, torch.bfloat16)
         pairs = zip(self._optimizer_settings(), given, strict=True)
         unused = dict.fromkeys(text for theirs, ours in pairs for text in record.differing(ours, theirs, ours))
         if unused and self.is_world_process_zero():

@@ -9,9 +9,6 @@ from vllm.model_executor.layers.attention import Attention, is_deferred_attentio
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.models.bloom import BloomAttention
-from vllm.model_executor.models.falcon import FalconAttention
-from vllm.model_executor.models.gpt_neox import GPTNeoXAttention
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.model_executor.models.llama4 import Llama4Attention
@@ -76,7 +73,8 @@ def mark_rows_by_heads(model: nn.Module) -> None:
     """Mark the layers of `model` whose rows a checkpoint holds head by head, where vLLM has all queries first, and
     those of Llama 4, in which vLLM has the first features of all pairs first."""
     for module in model.modules():
-        if isinstance(module, (BloomAttention, FalconAttention, GPTNeoXAttention)):
+        # By name: from vLLM 0.32 on it has no class of GPT-NeoX.
+        if type(module).__name__ in ("BloomAttention", "FalconAttention", "GPTNeoXAttention"):
             module.query_key_value.has_rows_by_heads = True
         if isinstance(module, Llama4Attention):
             # In an engine with LoRA it is wrapped.

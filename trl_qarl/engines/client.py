@@ -116,7 +116,9 @@ class QaRLClient(VLLMClient):
             ) from error
 
     def _ask_for_health(self) -> None:
-        self._in_time(partial(self.session.get, f"{self.base_url}/health", timeout=_HEALTH_SECONDS))
+        self._in_time(
+            partial(self.session.get, f"{self.base_url}/health", timeout=_HEALTH_SECONDS, allow_redirects=False)
+        )
 
     def open_session(self) -> None:
         """Become the trainer of this server. An earlier session of this client is closed."""
@@ -220,12 +222,11 @@ class QaRLClient(VLLMClient):
         while True:
             # Pooled connections still lead to the previous process.
             self.session.close()
-            reason: Any = "it is not healthy."
+            reason: Exception
             try:
-                if self.is_healthy():
-                    self.open_session()
-                    return self.instance != instance
-                refused_since = None
+                self._ask_for_health()
+                self.open_session()
+                return self.instance != instance
             except OSError as error:
                 reason, refused_since = error, None
             except (RuntimeError, StopIteration, ValueError, KeyError) as error:

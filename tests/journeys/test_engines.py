@@ -1,7 +1,9 @@
 """`trl-qarl train` with rollouts in vLLM: trained, killed, resumed, exported, deployed."""
 
 import json
+import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -72,7 +74,8 @@ def test_a_lost_server_ends_a_training_with_one_message(user):
     while not any(folder.glob("checkpoint-*/checkpoint_complete")):
         assert training.poll() is None, (user.folder / "log").read_text()
         time.sleep(0.05)
-    server.kill()
+    # With its engine, which is forked here and would keep the port.
+    os.killpg(server.pid, signal.SIGKILL)
     assert training.wait(120) == 1
     output = (user.folder / "log").read_text()
     (line,) = [line for line in output.splitlines() if "error" in line]

@@ -400,6 +400,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     """Train, save the master weights or the adapter, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
+    from ..checkpoint.files import OUTPUT_LOCK, check_free
     from ..checks.arguments import problems_of_arguments
     from ..checks.content import has_pictures
     from ..checks.resume import resume_option
@@ -409,6 +410,11 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     with configuration_errors():
         reward_funcs, train, evaluation, problems = _read_inputs(script_args, training_args, dataset_args)
         export_dir = None
+        try:
+            if training_args.should_save:
+                check_free(Path(training_args.output_dir, OUTPUT_LOCK))
+        except ValueError as error:
+            problems.append(str(error))
         try:
             export_dir = get_export_dir(script_args.export_dir, training_args.output_dir, training_args.plan.name)
         except ValueError as error:

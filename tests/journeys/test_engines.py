@@ -81,7 +81,7 @@ def test_a_lost_server_ends_a_training_with_one_message(user):
     (line,) = [line for line in output.splitlines() if "error" in line]
     last = max(int(path.parent.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*/checkpoint_complete"))
     assert re.match("trl-qarl: error: .* failed 4 times. The last error: No vLLM server at", line)
-    assert line.endswith(f" out/checkpoint-{last} is complete: go on from it with `--resume_from_checkpoint true`.")
+    assert f"\nout/checkpoint-{last} is complete: go on from it with `--resume_from_checkpoint true`.\n" in output
     _, port = user.serve("--scheme", "w4a16")
     more = ["--vllm_server_port", str(port), "--max_steps", str(last + 2)]
     user.run(*argv, *more, "--resume_from_checkpoint", "true")

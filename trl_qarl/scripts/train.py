@@ -567,7 +567,7 @@ def run(argv: list[str]) -> None:
     except EngineLost as error:
         if error.__cause__ is not None:
             traceback.print_exc()
-        end_with(f"{error} {how_to_resume(parsed[1].output_dir)}", 1)
+        end_with(f"{error}\n{how_to_resume(parsed[1].output_dir)}", 1)
     except (KeyboardInterrupt, Signaled) as error:
         if isinstance(error, KeyboardInterrupt):
             traceback.print_exc()

@@ -136,6 +136,12 @@ def read_options(
     if "config" in of_file:
         # The launcher would take it for its own file.
         problems.append(f"config={of_file.pop('config')!r}: one YAML file does not read another. Copy its options.")
+    if not isinstance(datasets := of_file.get("datasets") or [], list):
+        problems.append(
+            f"datasets={datasets!r} is of type {type(datasets).__name__}, and must be a list, each entry with a `path`. For one dataset give "
+            "`dataset_name`."
+        )
+        del of_file["datasets"]
     unknown |= {name: value for name, value in of_file.items() if f"--{name}" not in known}
     problems += problems_of_names(unknown, {name[2:].replace("-", "_") for name in known})
     for name in RENAMED.keys() & unknown.keys():

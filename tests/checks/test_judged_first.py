@@ -753,7 +753,10 @@ def test_a_recipe_may_switch_its_adapter_off(train_argv, tmp_path):
     ("mixture", "text"),
     [
         ("[{path: json, data_filez: a}]", "`datasets` got an unexpected keyword argument 'data_filez'"),
-        ("a.jsonl", "not iterable"),
+        (
+            "a.jsonl",
+            "^datasets='a.jsonl' is of type str, and must be a list, each entry with a `path`.*`dataset_name`.$",
+        ),
     ],
     ids=["unknown", "text"],
 )

@@ -141,7 +141,8 @@ def read_options(
             f"datasets={datasets!r} is of type {type(datasets).__name__}, and must be a list, each entry with a `path`. For one dataset give "
             "`dataset_name`."
         )
-        del of_file["datasets"]
+        # One is not missing.
+        of_file["datasets"] = [{"path": str(datasets)}]
     unknown |= {name: value for name, value in of_file.items() if f"--{name}" not in known}
     problems += problems_of_names(unknown, {name[2:].replace("-", "_") for name in known})
     for name in RENAMED.keys() & unknown.keys():

@@ -126,6 +126,8 @@ def test_accelerate_config_names_a_file_of_trl():
         ("config: other.yaml", "config='other.yaml': one YAML file does not read another"),
         ("accelerator_config: 3", "accelerator_config=3 is of type int. Give a dictionary"),
         ("seed: 1\nseed: 2", "--config='run.yaml' has ['seed'] more than once"),
+        ("group-size: 32\ngroup_size: 64", "has ['group_size'] more than once"),
+        ("scheme:\n  down_proj: w8a16\n  down_proj: w4a16", "has ['down_proj'] more than once"),
         ("scheme: w4a16 # \ud800", "--config='run.yaml' cannot be read: 'utf-8' codec"),
     ],
 )

@@ -22,13 +22,21 @@ def test_a_converted_model_returns_to_its_arithmetic(tmp_path, scheme):
     assert not torch.equal(model(ids).logits.float(), expected(ids).logits)
     with pytest.raises(ValueError, match="attached"):
         attach_engine_numerics(model)
-    for change in (convert_model, restore_model):
-        with pytest.raises(ValueError, match=r"detach_engine_numerics\(model\)` first"):
-            change(model)
+    with pytest.raises(ValueError, match=r"detach_engine_numerics\(model\)` first"):
+        convert_model(model)
     assert has_engine_numerics(model) and model(ids).logits.dtype is torch.bfloat16
     detach_engine_numerics(model)
     assert {name: vars(module).keys() for name, module in model.named_modules()} == names
     assert convert_model(model) == convert_model(expected)
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+
+
+@torch.no_grad()
+def test_a_restored_model_has_no_engine_numerics(tmp_path):
+    model, ids = make_model(tmp_path, scheme="w4a16"), torch.arange(4, 40)[None]
+    expected = copy.deepcopy(model)
+    attach_engine_numerics(model)
+    assert restore_model(model) == restore_model(expected) and not has_engine_numerics(model)
     assert torch.equal(model(ids).logits, expected(ids).logits)
 
 

@@ -35,6 +35,7 @@ def test_tables_name_what_is_gone_and_what_is_there():
         ("shceme", "fp8", "Did you mean `scheme`?"),
         ("learningrate", 1e-3, "Did you mean `learning_rate`?"),
         ("save_step", 5, "Did you mean `save_steps`?"),
+        ("output_dri", "out", "Did you mean `output_dir`?"),
         # Other words, or nothing near.
         ("positive_epsilon_low", 0.1, "unknown option. Remove it."),
         ("max_response_length", 512, "unknown option. Remove it."),

@@ -53,6 +53,17 @@ REQUESTS = {
 CONTROL = ("/pause", "/collective_rpc", "/update_weights", "/finish_weight_update", "/reset_prefix_cache")
 
 
+@pytest.mark.parametrize("status", [404, 302])
+def test_a_server_that_stays_away_is_named_with_the_reason(server, status):
+    server.failure = status
+    with pytest.raises(ConnectionError, match=f"No vLLM server answers at {server.url} .*status {status}"):
+        QaRLClient(server.url)
+    client = make_client(server.url)
+    client._held = client.instance = None
+    with pytest.raises(ServerLost, match=f"No vLLM server at {server.url} after 0 s: .*status {status}"):
+        client.reconnect(0.0)
+
+
 @pytest.mark.parametrize("failure", ["refuse", "hang", "reset", "garbage", 500, 400, 404, 409, 503])
 @pytest.mark.parametrize("path", REQUESTS)
 def test_every_failed_request_is_a_lost_server_or_publication(server, monkeypatch, path, failure):

@@ -21,6 +21,7 @@ from trl_qarl.engines.pictures import (
     complete_prompts,
     count_pictures,
     draw_again,
+    open_pictures,
     picture_request,
     placeholders_of,
     problem_of_class,
@@ -60,6 +61,19 @@ def test_an_ambiguous_row_without_pictures_is_refused(inputs, num_processes, rea
     calls = [{"role": "assistant", "tool_calls": []}, {"role": "tool", "content": "3"}]
     check_rows(count_pictures([TEXT, "Hello", calls]), processor, num_processes)
     check_rows(count_pictures([PICTURE, PICTURE]), processor, num_processes)
+
+
+def test_a_picture_that_a_path_names_is_opened(tmp_path):
+    Image.new("RGB", (2, 1), "red").save(tmp_path / "red.png")
+    named = [
+        {"role": "user", "content": [{"type": "image", "image": str(tmp_path / "red.png")}, *PICTURE[0]["content"]]}
+    ]
+    prompts = open_pictures([named, named, PICTURE, TEXT, "Hello"])
+    assert prompts[2:] == [PICTURE, TEXT, "Hello"] and isinstance(named[0]["content"][0]["image"], str)
+    first, *rest = prompts[0][0]["content"]
+    assert first["image"].getpixel((0, 0)) == (255, 0, 0) and rest == PICTURE[0]["content"]
+    with pytest.raises(ValueError, match="Got nowhere.png"):
+        open_pictures([[{"role": "user", "content": [{"type": "image", "image": "nowhere.png"}]}]])
 
 
 @pytest.mark.parametrize(("kind", "attention"), [("gemma3", False), ("gemma4", "vision"), ("gemma4", None)])

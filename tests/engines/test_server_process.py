@@ -40,7 +40,7 @@ def child_that_sleeps(directory, transfer_dir):
 def test_a_taken_port_is_refused_before_the_start(tmp_path):
     server = child_that_sleeps(tmp_path, tmp_path / "transfer")
     port = int(server.argv[-1])
-    refused = pytest.raises(ValueError, match=f"on port {port}.*`vllm_server_port`")
+    refused = pytest.raises(ValueError, match=f"in use .*, {port}[)][)]. Change `vllm_server_port`")
     with socket.create_server(("127.0.0.1", port)), refused:
         server.start()
     assert list(tmp_path.iterdir()) == []

@@ -165,8 +165,18 @@ def test_training_publishes_and_agrees(server, make_trainer):
 
 
 def test_a_second_trainer_is_refused_and_named_the_first(server, client):
-    with pytest.raises(ValueError, match=f"works for process {os.getpid()} on .*one trainer at a time"):
-        server.connect()
+    holder = f"process {os.getpid()} on "
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(ValueError, match=f"works for {holder}.*one trainer at a time"):
+            server.connect()
+    assert server.state()["holder"].startswith(holder)
+
+
+def test_a_server_that_is_named_twice_is_refused(server, make_trainer):
+    urls = [server.url, server.url.replace("127.0.0.1", "localhost")]
+    with pytest.raises(ValueError, match="names a server twice"):
+        make_trainer(vllm_server_base_url=urls)
 
 
 def test_a_context_shorter_than_completions_is_refused(make_trainer):

@@ -1,6 +1,10 @@
 """`trl-qarl train` with rollouts in vLLM: trained, killed, resumed, exported, deployed."""
 
 import json
+import os
+import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +63,29 @@ def test_a_killed_trainer_finds_its_server_and_deploys(user, scheme, tensor_para
     user.assert_deployed(f"out/{scheme}", ("transformers", "vllm") if scheme in IN_PLAIN_VLLM else ("transformers",))
     server.send_signal(15)
     server.wait(60)
+
+
+@pytest.mark.nightly
+def test_a_lost_server_ends_a_training_with_one_message(user):
+    server, port = user.serve("--scheme", "w4a16")
+    user.write_recipe(**ENGINE, vllm_mode="server", vllm_server_port=port, vllm_server_timeout=1, max_steps=100)
+    argv = ["trl-qarl", "train", "--config", "recipe.yaml"]
+    training, folder = user.start(*argv), user.folder / "out"
+    while not any(folder.glob("checkpoint-*/checkpoint_complete")):
+        assert training.poll() is None, (user.folder / "log").read_text()
+        time.sleep(0.05)
+    # With its engine, which is forked here and would keep the port.
+    os.killpg(server.pid, signal.SIGKILL)
+    assert training.wait(120) == 1
+    output = (user.folder / "log").read_text()
+    (line,) = [line for line in output.splitlines() if "error" in line]
+    last = max(int(path.parent.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*/checkpoint_complete"))
+    assert re.match("trl-qarl: error: .* failed 4 times. The last error: No vLLM server at", line)
+    assert f"\nout/checkpoint-{last} is complete: go on from it with `--resume_from_checkpoint true`.\n" in output
+    _, port = user.serve("--scheme", "w4a16")
+    more = ["--vllm_server_port", str(port), "--max_steps", str(last + 2)]
+    user.run(*argv, *more, "--resume_from_checkpoint", "true")
+    user.assert_deployed("out/w4a16")
 
 
 @pytest.mark.nightly

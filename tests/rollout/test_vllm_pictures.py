@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from testing_utils import logged
@@ -249,11 +250,22 @@ def test_rows_without_pictures_are_trained_on_beside_others(one_kind, tmp_path):
 
 
 def test_lora_on_the_language_model_is_trained_and_evaluated(one_kind, tmp_path):
+    """Paths name the pictures of the training."""
     peft = pytest.importorskip("peft")
+    problems = make_picture_problems()
+    paths = [[str(tmp_path / f"{row}.png")] for row in range(len(problems))]
+    for [picture], [path] in zip(problems["images"], paths, strict=True):
+        picture.save(path)
+    problems = Dataset.from_dict({"prompt": problems["prompt"], "images": paths})
     targets = r".*(language_model|text_model)\.layers\..*_proj"
     config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=targets, init_lora_weights="gaussian")
     trainer = make_picture_trainer(
-        one_kind, tmp_path / "run", eval_dataset=make_picture_problems(2), peft_config=config, scheme="w4a16"
+        one_kind,
+        tmp_path / "run",
+        problems,
+        eval_dataset=make_picture_problems(2),
+        peft_config=config,
+        scheme="w4a16",
     )
     trainer.train()
     assert max(logged(trainer, "mismatch/abs_logp_mean")) < 1e-5

@@ -18,6 +18,7 @@ from testing_utils.trainings import assert_equal
 from trl_qarl import QaRLConfig
 from trl_qarl.checkpoint import marker
 from trl_qarl.checkpoint.export import is_export
+from trl_qarl.checkpoint.files import OUTPUT_LOCK, hold
 from trl_qarl.checks.problems import raise_problems
 from trl_qarl.cli import main
 from trl_qarl.options import own_options
@@ -168,6 +169,14 @@ def test_an_unresumable_checkpoint_is_one_line(train_argv, capsys):
             run_training([*train_argv, *options])
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trl-qarl: error:")]
         assert re.search(message, line)
+
+
+def test_a_folder_in_use_is_one_line(train_argv, tmp_path, capsys):
+    with hold(tmp_path / "run" / OUTPUT_LOCK), pytest.raises(SystemExit, match="2"):
+        run_training([*train_argv, "--export_dir", str(tmp_path / "run")])
+    said = capsys.readouterr().err
+    assert said.count("error:") == 1 and said.count("\n- ") == 2, said
+    assert f"- output_dir='{tmp_path}/run' belongs to process {os.getpid()} on " in said
 
 
 def test_rewards_are_found_beside_the_command_and_in_a_yaml(tmp_path, monkeypatch):

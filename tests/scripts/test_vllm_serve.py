@@ -1,5 +1,6 @@
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,9 @@ def test_the_vision_tower_is_served_in_high_precision(tmp_path, printed, kind):
     prepare_model(model, "w8a16")
     config = quantization_config(Inventory.of(model))
     assert json.dumps({"quantization_config": config}) in command and any("vis" in name for name in config["ignore"])
+    # Names of the tower's layers, such as "0", would also match modules that vLLM cannot adapt.
+    targets = " --lora-target-modules down_proj gate_proj k_proj o_proj q_proj up_proj v_proj --"
+    assert targets in printed(tmp_path, "--scheme", "w8a16", "--max_lora_rank", "8")
     assert "--enable-scale-out" in command and "--no-mm-device-do-normalize" in command
 
 
@@ -133,6 +137,15 @@ def test_a_token_file_that_others_can_read_starts_no_server(tmp_path, capsys, mo
     arguments = ["--model", make_tiny_model(tmp_path), "--scheme", "bf16", "--token_file", str(path)]
     said = refused(capsys, "vllm-serve", *arguments, "--transfer_dir", str(tmp_path / "transfer"))
     assert "has mode 0644" in said
+
+
+@pytest.mark.parametrize(("host", "said"), [("127.0.0.1", "Address already in use"), ("nowhere.invalid", "not known")])
+def test_an_address_where_no_server_can_listen_is_named(tmp_path, capsys, monkeypatch, host, said):
+    monkeypatch.setattr(os, "execve", lambda *arguments: pytest.fail("started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        arguments = ["--model", make_tiny_model(tmp_path), "--host", host, "--port", str(taken.getsockname()[1])]
+        error = refused(capsys, "vllm-serve", *arguments, "--transfer_dir", str(tmp_path / "transfer"))
+    assert said in error and error.endswith("Change `--host` or `--port`.\n") and not (tmp_path / "transfer").exists()
 
 
 def test_a_scheme_unfit_for_the_gpu_ends_the_command(tmp_path, monkeypatch, capsys):

@@ -32,6 +32,7 @@ TRAIN = "train --model_name_or_path a/model --dataset_name rows.json --reward_fu
         ("estimate FOLDER --gpu_memory 80 --write FOLDER", "Is a directory"),
         ("export --model_name_or_path /nope --output_dir out --scheme fp8", "trl-qarl: error: /nope is not a folder."),
         ("export --model_name_or_path FOLDER --output_dir FOLDER --scheme fp8", "holds other weights"),
+        ("export --model_name_or_path FOLDER --output_dir /proc/x --scheme fp8", "nothing can be written to /proc ("),
         (
             "export --model_name_or_path FOLDER --output_dir out --scheme w8a8 --bits 3",
             "--bits 3: precisions=[3] with scheme 'w8a8': no scheme of fewer bits nests",

@@ -230,6 +230,16 @@ def test_the_session_ends_with_its_client(started):
         gc.enable()
 
 
+def test_the_latest_client_of_a_process_has_the_session(started, make_client):
+    """A notebook's cell that runs again makes its trainer before it drops the earlier one."""
+    started.append(server := serve(token := secrets.token_hex(32)))
+    first = make_client(server.url, token=token)
+    second = make_client(server.url.replace("127.0.0.1", "localhost"), token=token)
+    assert first._held is None and not second.has_lost_session()
+    assert first.reconnect(5.0) is False
+    assert second._held is None and not first.has_lost_session()
+
+
 def test_what_to_do_about_a_wrong_or_missing_secret_is_said(started, make_client, monkeypatch, tmp_path):
     monkeypatch.delenv(TOKEN_FILE_VARIABLE, raising=False)
     started.append(server := serve(secrets.token_hex(32)))

@@ -79,14 +79,7 @@ def attach_engine_numerics(
 
 def detach_engine_numerics(model: nn.Module) -> None:
     """Undo [`attach_engine_numerics`]. Parameters are untouched."""
-    model = base_model(model)
-    model._engine_forward.detach()
-    del model._engine_forward
-    for module in model.modules():
-        if isinstance(module, QuantizedLayer):
-            module.product = low_bit_linear
-        elif operation_of(module) is not None:
-            del module.forward
+    base_model(model)._engine_forward.detach()
 
 
 def has_engine_numerics(model: nn.Module) -> bool:
@@ -128,7 +121,7 @@ class _ModelForward(EngineOperation):
         self.position_hook = model.base_model.register_forward_pre_hook(_true_positions, with_kwargs=True)
 
     def detach(self) -> None:
-        """Restore the model's forward, attention and positions."""
+        """Restore the model's forward, attention and positions, and its modules."""
         model = self.module
         model.config._attn_implementation = self.attention
         self.position_hook.remove()
@@ -136,6 +129,12 @@ class _ModelForward(EngineOperation):
             del model.forward
         else:
             model.forward = self.original
+        del model._engine_forward
+        for module in model.modules():
+            if isinstance(module, QuantizedLayer):
+                module.product = low_bit_linear
+            elif operation_of(module) is not None:
+                del module.forward
 
     def __call__(self, *args, labels=None, shift_labels=None, fused_lm_head=False, **kwargs):
         model = self.module

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -84,8 +85,13 @@ def check_writable(folder: str | Path) -> None:
         raise ValueError(f"{str(folder)!r} cannot be a folder: {error}. Name another one.") from error
     if not existing.is_dir():
         raise ValueError(f"{str(folder)!r} cannot be a folder: {existing} is a file. Name another one.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{str(folder)!r}: nothing can be written to {existing}. Name another folder.")
+    try:
+        # Root has the permission everywhere, also in /proc.
+        os.rmdir(tempfile.mkdtemp(dir=existing))
+    except OSError as error:
+        raise ValueError(
+            f"{str(folder)!r}: nothing can be written to {existing} ({error.strerror}). Name another folder."
+        ) from error
 
 
 def allow_as_umask(paths: Iterable[Path]) -> None:

@@ -109,8 +109,9 @@ def misspelled(name: str, known: Iterable[str]) -> str | None:
 
 
 def _is_misspelled(name: str, option: str) -> bool:
-    """Return whether the names have the same words with at most a wrong letter or two in each."""
+    """Return whether the names have the same words with at most a wrong letter or two in each, or exchanged ones."""
     words, theirs = name.split("_"), option.split("_")
     if len(words) != len(theirs):
         return "".join(words) == "".join(theirs)
-    return all(SequenceMatcher(None, *pair).ratio() >= 0.8 for pair in zip(words, theirs, strict=True))
+    pairs = zip(words, theirs, strict=True)
+    return all(sorted(a) == sorted(b) or SequenceMatcher(None, a, b).ratio() >= 0.8 for a, b in pairs)

@@ -38,6 +38,9 @@ _TEXT_PATH = "/v1/completions"
 _HANDSHAKE_PATHS = ("/health", STATE_PATH, SESSION_PATH)
 
 
+_clients: weakref.WeakSet["QaRLClient"] = weakref.WeakSet()
+
+
 class QaRLClient(VLLMClient):
     """
     Client of a server started by `trl-qarl vllm-serve`.
@@ -116,12 +119,16 @@ class QaRLClient(VLLMClient):
             ) from error
 
     def _ask_for_health(self) -> None:
-        self._in_time(partial(self.session.get, f"{self.base_url}/health", timeout=_HEALTH_SECONDS))
+        self._in_time(
+            partial(self.session.get, f"{self.base_url}/health", timeout=_HEALTH_SECONDS, allow_redirects=False)
+        )
 
     def open_session(self) -> None:
-        """Become the trainer of this server. An earlier session of this client is closed."""
+        """Become the trainer of this server. An earlier session of this client, or of another in this process, ends: a
+        notebook's cell that runs again makes its trainer before it drops the earlier one."""
         self.close_session()
         self._held, self._lines, state = self._in_time(self._shake_hands)
+        _clients.add(self)
         self.session.headers[SESSION_HEADER] = state["session"]
         self.instance, self.transfer_dir = state["instance"], state["transfer_dir"]
         self.transfer_mark = state.get("transfer_mark")
@@ -138,6 +145,8 @@ class QaRLClient(VLLMClient):
                 "are published, and let two trainers change them. Start it with that command."
             )
         state = json_object(challenge.content)
+        if state.get("holder") == trainer:
+            state = self._take_over(state)
         token, source = self._find_token(state.get("token_file"))
         nonces = [secrets.token_hex(16), state.get("nonce")]
         request = {"trainer": trainer, "nonce": nonces[0], "proof": proof(token, "trainer", nonces, trainer)}
@@ -166,6 +175,17 @@ class QaRLClient(VLLMClient):
                 "Identify it (`ss -ltnp`), end it and start the server again."
             )
         return held, lines, state
+
+    def _take_over(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Close this process' session of the server with this state, and return its state once it has noticed."""
+        for client in [*_clients]:
+            if client.instance == state.get("instance"):
+                client.close_session()
+        deadline = time.monotonic() + _REFUSAL_SECONDS
+        while state.get("holder") is not None and time.monotonic() < deadline:
+            time.sleep(0.02)
+            state = json_object(self.session.get(f"{self.base_url}{STATE_PATH}", allow_redirects=False).content)
+        return state
 
     def _find_token(self, named_by_server: Any) -> tuple[str, str]:
         """Return the secret and its source in words. A file is read each time: a restarted server may have another."""
@@ -220,12 +240,11 @@ class QaRLClient(VLLMClient):
         while True:
             # Pooled connections still lead to the previous process.
             self.session.close()
-            reason: Any = "it is not healthy."
+            reason: Exception
             try:
-                if self.is_healthy():
-                    self.open_session()
-                    return self.instance != instance
-                refused_since = None
+                self._ask_for_health()
+                self.open_session()
+                return self.instance != instance
             except OSError as error:
                 reason, refused_since = error, None
             except (RuntimeError, StopIteration, ValueError, KeyError) as error:

@@ -10,6 +10,7 @@ equal the learner's, token by token.
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -88,6 +89,24 @@ def count_pictures(prompts: Sequence[Any]) -> list[int]:
     messages = [prompt if isinstance(prompt, list) else [] for prompt in prompts]
     parts = [[part for message in prompt for part in message.get("content") or ()] for prompt in messages]
     return [sum(isinstance(part, dict) and part.get("type") == "image" for part in row) for row in parts]
+
+
+def open_pictures(prompts: Sequence[Any]) -> list[Any]:
+    """Return `prompts` with pictures in place of texts that name them, by path, address or base64: an engine takes no
+    texts, and the learner's processor might decode them otherwise."""
+    from transformers.image_utils import load_image
+
+    load = cache(load_image)
+
+    def opened(part: Any) -> Any:
+        is_text = isinstance(part, dict) and part.get("type") == "image" and isinstance(part.get("image"), str)
+        return {**part, "image": load(part["image"])} if is_text else part
+
+    def with_open(message: dict[str, Any]) -> dict[str, Any]:
+        content = message.get("content")
+        return {**message, "content": [*map(opened, content)]} if isinstance(content, list) else message
+
+    return [[*map(with_open, prompt)] if isinstance(prompt, list) else prompt for prompt in prompts]
 
 
 def check_rows(counts: Sequence[int], processing_class: Any, num_processes: int) -> None:

@@ -39,6 +39,14 @@ def free_port() -> int:
     raise OSError("None of 100 ports between 15000 and 32768 is free on 127.0.0.1.")
 
 
+def check_address(host: str, port: int, option: str) -> None:
+    """Raise `ValueError`, which names the `option` to change, if no server can listen there."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise ValueError(f"No server can listen: {error.strerror}. Change {option}.") from error
+
+
 class ServerProcess:
     """A server as a child process of the trainer. It ends with [`~ServerProcess.stop`], with the interpreter, and on
     Linux also when the trainer is killed. `argv` and `environment` come from [`build_server_command`]; `token` is the
@@ -62,7 +70,7 @@ class ServerProcess:
         if self.is_running:
             return
         self.stop()
-        _check_port_is_free(int(self.argv[self.argv.index("--port") + 1]))
+        check_address("127.0.0.1", int(self.argv[self.argv.index("--port") + 1]), "`vllm_server_port`")
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         if directory := self.environment.get(TRANSFER_DIR_VARIABLE):
             remove_leftover_dirs()
@@ -154,15 +162,3 @@ def _members(group: int) -> dict[int, bytes]:
             if int(its_group) == group and state not in "ZX":
                 members[int(entry.name)] = (entry / "cmdline").read_bytes()
     return members
-
-
-def _check_port_is_free(port: int) -> None:
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ValueError(
-                f"vllm_server_autostart=True cannot start a server on port {port}: {error.strerror}. Choose another "
-                "`vllm_server_port`."
-            ) from error

@@ -304,7 +304,9 @@ def low_bit_bytes(weight: QuantizedWeight) -> int:
 
 def restore_model(model: nn.Module) -> int:
     """Replace every quantized layer of `model` by the module it was made from, with the same parameters, and return
-    the number of layers. `ValueError` is raised if the model has engine numerics."""
+    the number of layers. Engine numerics are detached."""
+    if (engine_forward := getattr(base_model(model), "_engine_forward", None)) is not None:
+        engine_forward.detach()
     return _replace_quantized(model, lambda layer: layer.restored())
 
 

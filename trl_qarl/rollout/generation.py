@@ -133,6 +133,8 @@ class QaRLVLLMGeneration(VLLMGeneration):
             token_file=self.options.vllm_token_file,
             start_command=start_command(self.options, EngineSpec.of(self.model, self.dtype)),
         )
+        if any(client.instance == other.instance for other in clients):
+            raise ValueError(f"vllm_server_base_url={self.server_base_url!r} names a server twice. Name each once.")
         clients.append(client)
         client.placeholders = placeholders_of(self.model, self.processing_class)
         channel, reason = choose_channel(client, self.accelerator.device)

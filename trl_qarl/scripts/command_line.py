@@ -9,7 +9,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..checkpoint.record import problems_of_json
 from ..checks.names import is_no_folder, misspelled
@@ -36,11 +36,16 @@ def configuration_errors() -> Iterator[None]:
         # The reader of the output has gone; `trl_qarl.cli` handles this.
         raise
     except (ValueError, OSError, NotImplementedError) as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            # The first process of a machine says the same, and torch's launcher then ends this one.
-            time.sleep(10)
-        print(f"trl-qarl: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+        end_with(error, 2)
+
+
+def end_with(error: object, code: int) -> NoReturn:
+    """Print an error and exit."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # The first process of a machine says the same, and torch's launcher then ends this one.
+        time.sleep(10)
+    print(f"trl-qarl: error: {error}", file=sys.stderr)
+    raise SystemExit(code)
 
 
 def check_folder(model: str) -> None:

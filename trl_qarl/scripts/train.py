@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..checks.names import RENAMED, is_no_folder, problems_of_names
 from ..checks.problems import Problems, quote_options, raise_problems
 from ..processes import Signaled, end_with_parent, exit_on_signals
-from .command_line import EXIT_PUSH_FAILED, configuration_errors, describe_export, option_names, unknown_options
+from .command_line import (
+    EXIT_PUSH_FAILED,
+    configuration_errors,
+    describe_export,
+    end_with,
+    option_names,
+    unknown_options,
+)
 
 
 if TYPE_CHECKING:
@@ -129,6 +136,13 @@ def read_options(
     if "config" in of_file:
         # The launcher would take it for its own file.
         problems.append(f"config={of_file.pop('config')!r}: one YAML file does not read another. Copy its options.")
+    if not isinstance(datasets := of_file.get("datasets") or [], list):
+        problems.append(
+            f"datasets={datasets!r} is of type {type(datasets).__name__}, and must be a list, each entry with a `path`. For one dataset give "
+            "`dataset_name`."
+        )
+        # One is not missing.
+        of_file["datasets"] = [{"path": str(datasets)}]
     unknown |= {name: value for name, value in of_file.items() if f"--{name}" not in known}
     problems += problems_of_names(unknown, {name[2:].replace("-", "_") for name in known})
     for name in RENAMED.keys() & unknown.keys():
@@ -202,8 +216,7 @@ def _read_file(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
         raise ValueError(f"--config={path!r} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config={path!r} must contain a YAML mapping.")
-    names = [key.value for key, _ in node.value]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted({*_repeated(node, lambda name: name.replace("-", "_"))}):
         # YAML takes the last one.
         raise ValueError(f"--config={path!r} has {twice} more than once. Keep one of each.")
     environment = content.pop("env", {})
@@ -211,6 +224,15 @@ def _read_file(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
         raise ValueError(f"`env` in --config={path!r} must be a mapping.")
     os.environ.update({name: str(value) for name, value in environment.items()})
     return argv[:place] + argv[place + 2 :], {str(name).replace("-", "_"): value for name, value in content.items()}
+
+
+def _repeated(node: Any, spell: Callable[[str], str] = str) -> Iterator[str]:
+    """Yield the names that a mapping of a YAML file, or one inside it, has more than once. `spell` is for its own."""
+    pairs = node.value if node.id == "mapping" else []
+    names = [spell(key.value) for key, _ in pairs]
+    yield from (name for name in names if names.count(name) > 1)
+    for each in node.value if node.id == "sequence" else [value for _, value in pairs]:
+        yield from _repeated(each)
 
 
 def _parse(
@@ -231,7 +253,7 @@ def _parse(
                 if match is None:
                     raise_problems([*problems, f"{error}."])
                 name, text = match.groups()
-                problems.append(f"{name}: {text}.")
+                problems.append(f"{name}: {text.rstrip('.')}.")
                 kept = _without(words, name)
                 if kept == words:
                     # The value is the YAML file's.
@@ -385,6 +407,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     """Train, save the master weights or the adapter, and export the low-bit policy."""
     from trl import get_peft_config, get_quantization_config
 
+    from ..checkpoint.files import OUTPUT_LOCK, check_free
     from ..checks.arguments import problems_of_arguments
     from ..checks.content import has_pictures
     from ..checks.resume import resume_option
@@ -394,6 +417,11 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     with configuration_errors():
         reward_funcs, train, evaluation, problems = _read_inputs(script_args, training_args, dataset_args)
         export_dir = None
+        try:
+            if training_args.should_save:
+                check_free(Path(training_args.output_dir, OUTPUT_LOCK))
+        except ValueError as error:
+            problems.append(str(error))
         try:
             export_dir = get_export_dir(script_args.export_dir, training_args.output_dir, training_args.plan.name)
         except ValueError as error:
@@ -538,8 +566,14 @@ def run(argv: list[str]) -> None:
         parsed, _, unused = read_options(argv, make_parser(), launch_command_parser())
         if unused:
             raise ValueError(f"{' '.join(unused)} is for `accelerate launch`. Give it before `--module`.")
+    from ..rollout.failures import EngineLost
+
     try:
         main(*parsed)
+    except EngineLost as error:
+        if error.__cause__ is not None:
+            traceback.print_exc()
+        end_with(f"{error}\n{how_to_resume(parsed[1].output_dir)}", 1)
     except (KeyboardInterrupt, Signaled) as error:
         if isinstance(error, KeyboardInterrupt):
             traceback.print_exc()

@@ -64,7 +64,9 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         from ..checks.architectures import problem_of_context
         from ..doctor.memory import shapes_of
         from ..engines.pictures import engine_arguments
+        from ..engines.server_process import check_address
         from ..engines.spec import EngineSpec, added_fields
+        from ..quantization.inventory import Inventory, layers_outside_decoder
         from ..sync.publisher import check_ranks, largest_chunk
 
         model = shapes_of(args.model, args.trust_remote_code, "--model")
@@ -76,8 +78,12 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             raise ValueError(problem)
         chunk, pictures, lora = largest_chunk(model, getattr(torch, args.dtype)), engine_arguments(model), {}
         if args.max_lora_rank:
-            head = model.get_output_embeddings()
-            linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
+            head, tower = model.get_output_embeddings(), layers_outside_decoder(Inventory.of(model))
+            linears = [
+                name
+                for name, module in model.named_modules()
+                if isinstance(module, torch.nn.Linear) and module is not head and name not in tower
+            ]
             lora = arguments_for(args.max_lora_rank, sorted({name.rpartition(".")[2] for name in linears}))
         quantization = _quantization_config(args, model)
         options = {"numerics": args.numerics, "fields": added_fields(model)}
@@ -110,6 +116,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             flush=True,
         )
     with configuration_errors():
+        check_address(args.host, args.port, "`--host` or `--port`")
         if TRANSFER_DIR_VARIABLE in environment or args.token_file is None:
             make_transfer_dir(directory)
         make_token_file(token_file)

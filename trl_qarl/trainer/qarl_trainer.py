@@ -30,7 +30,7 @@ from ..checks.problems import raise_problems
 from ..checks.resume import resume_option
 from ..doctor.memory import check_host_memory
 from ..engines.answers import checked_rollout_func, vocabulary_size
-from ..engines.pictures import check_rows, count_pictures, expanded_prompts, placeholders_of
+from ..engines.pictures import check_rows, count_pictures, expanded_prompts, open_pictures, placeholders_of
 from ..engines.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from ..forward import Batch
 from ..objectives.registry import get_objective
@@ -241,6 +241,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
         """Builds prompts for vLLM too, which expands placeholders itself; rows without pictures get empty lists."""
         if self.environment_factories is None:
             check_prompts(prompts)
+        prompts = open_pictures(prompts)
         counts, num_processes = count_pictures(prompts), self.accelerator.num_processes
         if num_processes > 1 and self.policy.has_pictures and not self._calls_tools:
             counts = gather_object(counts)

@@ -148,6 +148,14 @@ def test_a_configuration_that_vllms_class_needs_is_named(arch, fields, problem):
     assert found == [] if problem is None else problem in found[0]
 
 
+def test_statistics_that_a_weight_sync_leaves_are_named():
+    model = model_of("llama")
+    assert [*problems_with_vllm(model, torch.float32, on_cpu=True, schemes={})] == []
+    model.norm = torch.nn.BatchNorm1d(4)
+    (problem,) = problems_with_vllm(model, torch.float32, on_cpu=True, schemes={})
+    assert problem.startswith("LlamaForCausalLM has batch norms")
+
+
 def test_ungated_experts_have_no_kernel_in_16_bits_on_a_cpu():
     sizes = {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64}
     model = model_of("nemotron_h", hybrid_override_pattern="*E", n_routed_experts=4, **sizes)

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -169,7 +170,7 @@ def save_configuration(
     """Write what a reader needs next to the weights: the model's configuration with its class, `dtype` and the
     quantization, the code of its class if that is not transformers', generation configuration, and tokenizer or
     processor."""
-    config = type(model.config).from_dict(model.config.to_dict())
+    config = deepcopy(model.config)
     config.architectures, config.dtype = [architecture(model)], dtype
     text = config.get_text_config()
     for name, value in fields_for_vllm(architecture(model), text).items():

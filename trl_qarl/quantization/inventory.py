@@ -208,9 +208,14 @@ def layers_outside_decoder(inventory: Inventory) -> dict[str, str]:
     """Return the quantizable layers outside the language model, such as those of a vision tower and its connector,
     with the reason why they stay in high precision unless a plan names them."""
     model = inventory.model
-    if not has_tower(model):
+    if not isinstance(model, PreTrainedModel):
         return {}
-    inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    decoder = model.get_decoder()
+    # Phi-4-multimodal's towers are in its decoder.
+    towers = [part for part in decoder.children() if any(isinstance(each, PreTrainedModel) for each in part.modules())]
+    if not (towers or has_tower(model)):
+        return {}
+    inside = {*decoder.modules(), model.get_output_embeddings()}.difference(*(part.modules() for part in towers))
     return {
         name: "outside the language model" for name, module in inventory.quantizable.items() if module not in inside
     }

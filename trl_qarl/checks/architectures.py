@@ -24,7 +24,7 @@ from ..checkpoint.layout import iter_checkpoint_tensors, problem_of_mixture
 from ..engines.spec import added_fields
 from ..models import family_of, has_one_window
 from ..quantization.inventory import Inventory, rotary_embeddings
-from ..quantization.names import has_tower
+from ..quantization.names import has_tower, shares_head
 from ..quantization.schemes import QuantScheme
 from ..replacing import replaced
 from ..wire.describe import Rotation, rotation_differences, rotations_in_tables
@@ -63,7 +63,7 @@ def problems_with_vllm(
     if getattr(config, "mamba_rms_norm", False) and getattr(config, "mamba_norm_before_gate", False):
         yield f"{name} with mamba_norm_before_gate=True: vLLM 0.31 always applies the gate first. Train a model with False, or use_vllm=False"
     wants = family.shares_head
-    if wants is not None and (shares := config.tie_word_embeddings) is not wants:
+    if wants is not None and (shares := shares_head(inventory.model)) is not wants:
         yield (
             f"{name} with tie_word_embeddings={shares}: vLLM 0.31 {'always' if wants else 'never'} shares the weight of embedding and "
             "output head in its class, whatever the configuration says"
@@ -168,7 +168,8 @@ def problem_of_trial(model: Any, dtype: torch.dtype | None) -> str | None:
     except Exception as error:
         # Others need what is not here: values of tensors, files of a processor, or a kernel.
         kinds = AssertionError, AttributeError, KeyError, TypeError, ValueError
-        if not isinstance(error, kinds) or isinstance(error, OSError):
+        is_of_shapes = isinstance(error, RuntimeError) and re.search(r"\b(size|shape)", str(error))
+        if isinstance(error, OSError) or not (is_of_shapes or isinstance(error, kinds)):
             return None
         said = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_ERROR]
         return f"the installed vLLM cannot make {name} of this configuration, or not load its checkpoints: {said}"

@@ -134,6 +134,12 @@ FIXED = {"attention_bias": True, "lm_head_bias": True}
         ),
         ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate=True: vLLM 0.31 always"),
         ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, None),
+        ("afmoe", {"n_group": 1, "num_experts": 4}, None),
+        (
+            "afmoe",
+            {"n_group": 2, "num_experts": 4},
+            "n_group=2, which transformers does not read: its class computes n_",
+        ),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, None),
         (
             "qwen2",

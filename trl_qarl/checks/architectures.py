@@ -48,6 +48,14 @@ def problems_with_vllm(
         theirs, ours = (", ".join(f"{field}={of[field]}" for field in values) for of in (values, config.to_dict()))
         yield f"{name} with {ours}: vLLM 0.31's class always has {theirs}. Train a model with these values, or use_vllm=False"
     text = config.get_text_config()
+    # What only a file says, transformers does not read.
+    read = {*dir(type(text)), *type(text).attribute_map}
+    files = {
+        field: make(text) for field, make in family.vllm_fields.items() if field not in read and hasattr(text, field)
+    }
+    if ignored := [field for field, value in files.items() if getattr(text, field) not in (None, value)]:
+        theirs, ours = (", ".join(f"{field}={of[field]}" for field in ignored) for of in (vars(text), files))
+        yield f"{name} with {theirs}, which transformers does not read: its class computes {ours}, and vLLM's what the file says"
     kinds = {*(getattr(text, "layer_types", None) or ())}
     if len(kinds) > 1 and has_one_window(text.model_type):
         yield (
@@ -161,8 +169,12 @@ def problem_of_trial(model: Any, dtype: torch.dtype | None) -> str | None:
 
     name = type(model).__name__
     if model.device.type != "meta":
-        with torch.device("meta"):
-            model = type(model)(deepcopy(model.config))
+        try:
+            with torch.device("meta"):
+                model = type(model)(deepcopy(model.config))
+        except Exception:
+            # A user's class may be made in another way.
+            return None
     try:
         made = _made_by_vllm(model, dtype or torch.get_default_dtype())
     except Exception as error:

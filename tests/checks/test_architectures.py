@@ -14,7 +14,7 @@ from transformers import (
 
 from testing_utils import make_tiny_config
 from testing_utils.trainings import EXPERTS
-from trl_qarl.checks.architectures import problem_of_architecture, problems_with_vllm
+from trl_qarl.checks.architectures import problem_of_architecture, problem_of_trial, problems_with_vllm
 from trl_qarl.checks.model import problems_of_body
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.swap import assign_schemes
@@ -205,6 +205,14 @@ def test_experts_in_schemes_that_were_not_compared_are_refused():
 def test_a_class_that_vllm_cannot_run_is_named(arch, fields, problem):
     found = problem_of_architecture(model_of(arch, **fields))
     assert found is None if problem is None else problem in found
+
+
+@pytest.mark.vllm
+def test_a_trial_leaves_transformers_and_torch_as_they_were():
+    """vLLM has a class of configurations of HyperCLOVA X, too."""
+    assert problem_of_trial(model_of("hyperclovax"), torch.float32) is None
+    assert type(make_tiny_config("hyperclovax")).__module__.startswith("transformers.")
+    assert not torch.distributed.is_initialized() and torch.get_default_dtype() is torch.float32
 
 
 @pytest.mark.vllm

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from ..checkpoint.export import has_own_code, save_configuration
@@ -210,6 +211,8 @@ def _made_by_vllm(model: Any, dtype: torch.dtype) -> nn.Module:
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         save_configuration(model, Path(folder), dtype)
+        # vLLM registers classes of configurations, which transformers would take for the learner's from now on.
+        stack.enter_context(replaced(CONFIG_MAPPING, _extra_content={**CONFIG_MAPPING._extra_content}))
         args = EngineArgs(folder, dtype=dtype, load_format="dummy", hf_overrides=added_fields(model))
         args.skip_tokenizer_init = args.enforce_eager = True
         config = args.create_engine_config()

@@ -85,8 +85,18 @@ class Family:
     gguf: str | None = None
 
 
+@dataclass(frozen=True)
+class Always:
+    """The value of a field that transformers' class always has, whatever a file says."""
+
+    value: Any
+
+    def __call__(self, config: Any) -> Any:
+        return self.value
+
+
 def _always(**fields: Any) -> dict[str, Callable[[Any], Any]]:
-    return {name: lambda config, value=value: value for name, value in fields.items()}
+    return {name: Always(value) for name, value in fields.items()}
 
 
 def _windows(config: Any) -> list[int | None]:

@@ -138,8 +138,10 @@ FIXED = {"attention_bias": True, "lm_head_bias": True}
         (
             "afmoe",
             {"n_group": 2, "num_experts": 4},
-            "n_group=2, which transformers does not read: its class computes n_",
+            "n_group=2: transformers' class always has n_group=1",
         ),
+        # transformers reads it, although its configuration does not name it.
+        ("glm4_moe", {"head_dim": 128, "n_routed_experts": 4}, None),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, None),
         (
             "qwen2",

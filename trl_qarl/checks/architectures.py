@@ -23,7 +23,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from ..checkpoint.export import has_own_code, save_configuration
 from ..checkpoint.layout import iter_checkpoint_tensors, problem_of_mixture
 from ..engines.spec import added_fields
-from ..models import family_of, has_one_window
+from ..models import Always, family_of, has_one_window
 from ..quantization.inventory import Inventory, rotary_embeddings
 from ..quantization.names import has_tower, shares_head
 from ..quantization.schemes import QuantScheme
@@ -49,14 +49,10 @@ def problems_with_vllm(
         theirs, ours = (", ".join(f"{field}={of[field]}" for field in values) for of in (values, config.to_dict()))
         yield f"{name} with {ours}: vLLM 0.31's class always has {theirs}. Train a model with these values, or use_vllm=False"
     text = config.get_text_config()
-    # What only a file says, transformers does not read.
-    read = {*dir(type(text)), *type(text).attribute_map}
-    files = {
-        field: make(text) for field, make in family.vllm_fields.items() if field not in read and hasattr(text, field)
-    }
-    if ignored := [field for field, value in files.items() if getattr(text, field) not in (None, value)]:
-        theirs, ours = (", ".join(f"{field}={of[field]}" for field in ignored) for of in (vars(text), files))
-        yield f"{name} with {theirs}, which transformers does not read: its class computes {ours}, and vLLM's what the file says"
+    always = {field: make.value for field, make in family.vllm_fields.items() if isinstance(make, Always)}
+    if ignored := [field for field, value in always.items() if getattr(text, field, None) not in (None, value)]:
+        theirs, ours = (", ".join(f"{field}={of[field]}" for field in ignored) for of in (text.to_dict(), always))
+        yield f"{name} with {theirs}: transformers' class always has {ours}, and vLLM's what the file says. Correct the file"
     kinds = {*(getattr(text, "layer_types", None) or ())}
     if len(kinds) > 1 and has_one_window(text.model_type):
         yield (

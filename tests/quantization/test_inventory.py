@@ -223,6 +223,9 @@ def test_towers_inside_a_decoder_stay_in_high_precision():
     assert len(report.converted) == 8 and all(name.startswith("model.layers.") for name in report.converted)
     whys = {why for name, why in report.skipped.items() if "embed_tokens_extend" in name}
     assert "outside the language model" in whys
+    # Llama 4's class of text is its own decoder, whose body is no tower.
+    report = prepare_model(tiny("llama4_text", num_local_experts=4, intermediate_size_mlp=256), "w4a16")
+    assert "outside the language model" not in report.skipped.values()
 
 
 def test_an_expression_keeps_decoder_layers_in_high_precision():

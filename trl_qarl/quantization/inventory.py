@@ -211,8 +211,13 @@ def layers_outside_decoder(inventory: Inventory) -> dict[str, str]:
     if not isinstance(model, PreTrainedModel):
         return {}
     decoder = model.get_decoder()
+    kinds = type(model.config), type(model.config.get_text_config())
     # Phi-4-multimodal's towers are in its decoder.
-    towers = [part for part in decoder.children() if any(isinstance(each, PreTrainedModel) for each in part.modules())]
+    towers = [
+        part
+        for part in decoder.children()
+        if any(isinstance(each, PreTrainedModel) and not isinstance(each.config, kinds) for each in part.modules())
+    ]
     if not (towers or has_tower(model)):
         return {}
     inside = {*decoder.modules(), model.get_output_embeddings()}.difference(*(part.modules() for part in towers))

@@ -85,8 +85,18 @@ class Family:
     gguf: str | None = None
 
 
+@dataclass(frozen=True)
+class Always:
+    """The value of a field that transformers' class always has, whatever a file says."""
+
+    value: Any
+
+    def __call__(self, config: Any) -> Any:
+        return self.value
+
+
 def _always(**fields: Any) -> dict[str, Callable[[Any], Any]]:
-    return {name: lambda config, value=value: value for name, value in fields.items()}
+    return {name: Always(value) for name, value in fields.items()}
 
 
 def _windows(config: Any) -> list[int | None]:
@@ -218,12 +228,16 @@ _ROWS = (
     ),
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", engine_layers="transformers"),
     Family("Idefics3ForConditionalGeneration", "idefics3", has_compared_pictures=True),
+    Family("InternVLForConditionalGeneration", "internvl", has_compared_pictures=True),
     Family("JambaForCausalLM", "jamba", shares_head=False),
     Family("LagunaForCausalLM", "laguna", problem_of_plain_vllm="the bias of the router (models/laguna.py)"),
     Family("Lfm2ForCausalLM", "lfm2", shares_head=True, vllm_fields=_WIDTHS_OF_LFM2),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", shares_head=True),
     Family("Lfm2VlForConditionalGeneration", "lfm2_vl", vllm_fields=_WIDTHS_OF_LFM2),
+    Family("LightOnOcrForConditionalGeneration", "lighton_ocr", has_compared_pictures=True),
     Family("LlamaForCausalLM", "llama", engine_layers="fused", gguf="llama"),
+    Family("LlavaForConditionalGeneration", "llava", has_compared_pictures=True),
+    Family("LlavaNextForConditionalGeneration", "llava_next", has_compared_pictures=True),
     Family("MambaForCausalLM", "mamba", initialized_layers=("out_proj",)),
     Family("Mamba2ForCausalLM", "mamba2", vllm_values={"n_groups": 1}, initialized_layers=("out_proj",)),
     Family(
@@ -315,6 +329,7 @@ _ROWS = (
     ),
     Family("Starcoder2ForCausalLM", "starcoder2", engine_layers="transformers"),
     Family("VaultGemmaForCausalLM", "vaultgemma", engine_layers="transformers"),
+    Family("VipLlavaForConditionalGeneration", "vipllava", has_compared_pictures=True),
     Family("Zamba2ForCausalLM", "zamba2", shares_head=True),
 )
 

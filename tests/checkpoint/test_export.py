@@ -78,6 +78,18 @@ def test_a_master_that_is_not_finite_is_named_and_not_exported(tmp_path, name, l
     assert not (tmp_path / "export").exists()
 
 
+@pytest.mark.parametrize("ties", [True, False])
+def test_an_export_says_whether_weights_are_tied_as_they_are(tmp_path, ties):
+    """A user may have tied or untied what a configuration says."""
+    model = tiny("qwen2", tie_word_embeddings=not ties)
+    weight = model.get_input_embeddings().weight
+    model.lm_head.weight = weight if ties else torch.nn.Parameter(2 * weight.detach())
+    prepare_model(model, "w4a16")
+    export_checkpoint(model, tmp_path, dtype=torch.float32)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is ties
+    assert_close(model, load_frozen_model(tmp_path))
+
+
 def test_mixed_group_sizes_are_described_per_layer_and_load(tmp_path):
     model = tiny(hidden_size=192)
     prepare_model(model, "w4a16", exclude_modules=["model.layers.1.mlp.down_proj"])

@@ -14,7 +14,7 @@ from transformers import (
 
 from testing_utils import make_tiny_config
 from testing_utils.trainings import EXPERTS
-from trl_qarl.checks.architectures import problem_of_architecture, problems_with_vllm
+from trl_qarl.checks.architectures import problem_of_architecture, problem_of_trial, problems_with_vllm
 from trl_qarl.checks.model import problems_of_body
 from trl_qarl.quantization.plan import get_plan
 from trl_qarl.quantization.swap import assign_schemes
@@ -134,6 +134,14 @@ FIXED = {"attention_bias": True, "lm_head_bias": True}
         ),
         ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate=True: vLLM 0.31 always"),
         ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, None),
+        ("afmoe", {"n_group": 1, "num_experts": 4}, None),
+        (
+            "afmoe",
+            {"n_group": 2, "num_experts": 4},
+            "n_group=2: transformers' class always has n_group=1",
+        ),
+        # transformers reads it, although its configuration does not name it.
+        ("glm4_moe", {"head_dim": 128, "n_routed_experts": 4}, None),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, None),
         (
             "qwen2",
@@ -146,6 +154,14 @@ def test_a_configuration_that_vllms_class_needs_is_named(arch, fields, problem):
     model = model_of(arch, num_experts_per_tok=2, moe_intermediate_size=64, **fields)
     found = [*problems_with_vllm(model, None, False, {})]
     assert found == [] if problem is None else problem in found[0]
+
+
+def test_statistics_that_a_weight_sync_leaves_are_named():
+    model = model_of("llama")
+    assert [*problems_with_vllm(model, torch.float32, on_cpu=True, schemes={})] == []
+    model.norm = torch.nn.BatchNorm1d(4)
+    (problem,) = problems_with_vllm(model, torch.float32, on_cpu=True, schemes={})
+    assert problem.startswith("LlamaForCausalLM has batch norms")
 
 
 def test_ungated_experts_have_no_kernel_in_16_bits_on_a_cpu():
@@ -191,6 +207,14 @@ def test_experts_in_schemes_that_were_not_compared_are_refused():
 def test_a_class_that_vllm_cannot_run_is_named(arch, fields, problem):
     found = problem_of_architecture(model_of(arch, **fields))
     assert found is None if problem is None else problem in found
+
+
+@pytest.mark.vllm
+def test_a_trial_leaves_transformers_and_torch_as_they_were():
+    """vLLM has a class of configurations of HyperCLOVA X, too."""
+    assert problem_of_trial(model_of("hyperclovax"), torch.float32) is None
+    assert type(make_tiny_config("hyperclovax")).__module__.startswith("transformers.")
+    assert not torch.distributed.is_initialized() and torch.get_default_dtype() is torch.float32
 
 
 @pytest.mark.vllm

@@ -189,8 +189,10 @@ def test_releases_that_cannot_be_trained_are_named(problems, tiny_model, tmp_pat
     assert text in found
 
 
-def test_a_tower_without_a_processor_is_named_with_vllm(problems, tmp_path):
-    config = make_picture_config("qwen2_5_vl")
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "phi4_multimodal"])
+def test_a_tower_without_a_processor_is_named_with_vllm(problems, tmp_path, kind):
+    # The latter's configuration is that of its text.
+    config = make_picture_config(kind) if kind == "qwen2_5_vl" else AutoConfig.for_model(kind, num_hidden_layers=1)
     config.save_pretrained(tmp_path / "model")
     make_tiny_tokenizer().save_pretrained(tmp_path / "model")
     (found,) = problems(model=str(tmp_path / "model"), use_vllm=True)

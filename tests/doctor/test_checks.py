@@ -2,9 +2,11 @@ import re
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from testing_utils import make_tiny_config, start_engines_quickly
+from testing_utils.pictures import make_picture_config
+from testing_utils.trainings import EXPERTS
 from trl_qarl.doctor import checks as doctor
 from trl_qarl.engines.gpu_kernels import Gpu
 from trl_qarl.quantization.plan import get_plan
@@ -117,18 +119,46 @@ def test_a_real_engine_is_published_to_and_samples_differ(monkeypatch):
     assert equal.level == "error"
 
 
+PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+DBRX = {
+    "d_model": 128,
+    "n_heads": 2,
+    "attn_config": {"kv_n_heads": 1, "rope_theta": 1e4},
+    "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4},
+    "router_aux_loss_coef": 0.0,
+}
+
+
 @pytest.mark.parametrize(
-    ("arch", "level", "verdict"),
+    ("arch", "fields", "level", "verdict"),
     [
-        ("llama", "ok", "LlamaForCausalLM trains with vLLM"),
-        ("gpt2", "error", "GPT2LMHeadModel is refused: .* Its `Conv1D` is no linear layer"),
-        ("jetmoe", "error", "JetMoeForCausalLM is refused: .* interface for the computation of experts"),
-        ("minimax", "warning", "MiniMaxForCausalLM does not train with vLLM: the installed vLLM has no class"),
+        ("llama", {}, "ok", "LlamaForCausalLM trains with vLLM"),
+        ("qwen3_moe", EXPERTS, "ok", "Qwen3MoeForCausalLM trains with vLLM"),
+        ("gpt2", {}, "error", "GPT2LMHeadModel is refused: .* Its `Conv1D` is no linear layer"),
+        ("jetmoe", {}, "error", "JetMoeForCausalLM is refused: .* interface for the computation of experts"),
+        ("minimax", {}, "warning", "MiniMaxForCausalLM does not train with vLLM: the installed vLLM has no class"),
+        # What vLLM says when it makes its class, and what that class would compute.
+        ("llama", {"hidden_act": "gelu"}, "warning", "does not train with vLLM: .* Only silu is supported"),
+        ("dbrx", DBRX, "warning", "does not train with vLLM: .* KeyError: 'blocks.0.ffn.experts.w13_weight'"),
+        ("llama", PARTIAL, "warning", "another rotary embedding: the learner has 32 pairs .*, the engine 16 pairs"),
+        ("qwen3_moe", {"hidden_act": "gelu", **EXPERTS}, "warning", "experts of the installed vLLM's .* compute silu"),
     ],
 )
 @pytest.mark.vllm
-def test_one_line_says_if_a_model_trains_with_vllm(arch, level, verdict):
+def test_one_line_says_if_a_model_trains_with_vllm(arch, fields, level, verdict):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_tiny_config(arch))
+        model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **fields))
     found = doctor.check_model(model, get_plan("w4a16"), None)
     assert found.level == level and re.search(verdict, found.text)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("has_processor", [True, False])
+@pytest.mark.vllm
+def test_a_tower_without_a_processor_does_not_train_with_vllm(tmp_path, has_processor):
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(make_picture_config("qwen2_5_vl"))
+    if has_processor:
+        (tmp_path / "processor_config.json").write_text("{}")
+    found = doctor.check_model(model, get_plan("w4a16"), None, str(tmp_path))
+    assert ("has no processor" in found.text) != has_processor, found.text

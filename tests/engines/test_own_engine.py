@@ -5,9 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from testing_utils import TRAINING, count_digits, logged, make_problems, make_tiny_model, make_trainer
+from testing_utils import (
+    TRAINING,
+    count_digits,
+    logged,
+    make_problems,
+    make_tiny_config,
+    make_tiny_model,
+    make_trainer,
+)
 from trl_qarl import QaRLConfig, QaRLTrainer
 from trl_qarl.engines.server import start_command
 from trl_qarl.engines.server_process import free_port
@@ -93,3 +101,15 @@ def test_the_folder_of_an_engine_has_no_weights(tmp_path):
     assert config["architectures"] == ["Qwen2ForCausalLM"] and config["dtype"] == "float32"
     assert not [*Path(tmp_path / "engine").glob("*.safetensors")]
     assert len(AutoTokenizer.from_pretrained(tmp_path / "engine")) == len(tokenizer)
+
+
+def test_a_configuration_that_reads_no_whole_parts_is_saved(tmp_path):
+    """DBRX's refuses what `to_dict` writes of its parts."""
+    from trl_qarl.checkpoint.export import save_configuration
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            make_tiny_config("dbrx", attn_config={"clip_qkv": 8.0, "rope_theta": 1e4}, ffn_config={"moe_top_k": 2})
+        )
+    save_configuration(model, tmp_path, torch.float32)
+    assert AutoConfig.from_pretrained(tmp_path).attn_config.clip_qkv == 8.0

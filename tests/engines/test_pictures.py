@@ -90,6 +90,10 @@ def test_only_a_model_with_a_tower_has_placeholders():
     for kind in ("gemma3", "gemma4"):
         assert placeholders_of(skeleton(make_picture_config(kind)), processor) == {7}
     assert placeholders_of(skeleton(make_tiny_config("gemma")), processor) == frozenset()
+    # The learner's class of Gemma 3n embeds a tower's tokens otherwise than an engine does.
+    model = skeleton(make_picture_config("gemma3"))
+    model.config.vision_config.vocab_offset = 316
+    assert placeholders_of(model, processor) == {7, 316, 317, 318, 319}
 
 
 class Engine:

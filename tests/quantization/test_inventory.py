@@ -215,6 +215,19 @@ def test_a_pattern_that_fits_a_tower_alone_quantizes_it(kind):
     assert "outside the language model" in report.skipped.values(), "the connector is not fitted"
 
 
+def test_towers_inside_a_decoder_stay_in_high_precision():
+    """Those of Phi-4-multimodal, whose configuration is that of its text."""
+    tower = {"hidden_size": 128, "intermediate_size": 200, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sound = {"num_blocks": 1, "nemo_conv_channels": 64}
+    report = prepare_model(tiny("phi4_multimodal", vision_config=tower, audio_config=sound), "w4a16")
+    assert len(report.converted) == 8 and all(name.startswith("model.layers.") for name in report.converted)
+    whys = {why for name, why in report.skipped.items() if "embed_tokens_extend" in name}
+    assert "outside the language model" in whys
+    # Llama 4's class of text is its own decoder, whose body is no tower.
+    report = prepare_model(tiny("llama4_text", num_local_experts=4, intermediate_size_mlp=256), "w4a16")
+    assert "outside the language model" not in report.skipped.values()
+
+
 def test_an_expression_keeps_decoder_layers_in_high_precision():
     kept = r"re:.*text_model[.]layers[.]0[.].*"
     report = prepare_model(picture_model("idefics3"), "w8a16", exclude_modules=[kept])

@@ -22,6 +22,7 @@ from testing_utils.pictures import (
     make_tiny_picture_model,
     needs_torchvision,
 )
+from testing_utils.towers import SHOWN, make_shown_model
 from trl_qarl import prepare_model
 from trl_qarl.checkpoint.load import load_frozen_model
 from trl_qarl.cli import main
@@ -88,6 +89,20 @@ def test_learner_and_engine_agree_before_and_after_updates(trained, limit):
     assert {name for name in before if "vis" in name} and before.keys() - moved <= {
         "model.visual.patch_embed.proj.bias"
     }
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", SHOWN)
+def test_pictures_of_further_classes_are_the_learners(kind, tmp_path):
+    """Two of different sizes, with a tower that is trained."""
+    folder, problems = make_shown_model(tmp_path, kind), make_picture_problems(sizes=SEVERAL)
+    # vLLM caches processors by the folder.
+    trainer = make_picture_trainer(
+        folder, tmp_path / f"{kind}-out", problems, scheme="w4a16", vllm_max_model_length=512
+    )
+    trainer.train()
+    for name in ("mismatch/abs_logp_mean", "publish/canary_picture_abs_logp"):
+        assert len(logged(trainer, name)) == 3 and max(logged(trainer, name)) < 1e-5
 
 
 def test_layers_outside_the_decoder_are_published_as_they_are(trained):

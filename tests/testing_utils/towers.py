@@ -40,6 +40,38 @@ def _llava():
     return config, LlavaProcessor(images, _tokenizer("<image>"), **options, **_template("<image>"))
 
 
+def _llava_next():
+    import transformers as t
+
+    text = _TEXT | {"model_type": "llama"}
+    sizes = {"image_token_index": _FIRST, "image_grid_pinpoints": _GRIDS, "image_seq_length": 4}
+    config = t.LlavaNextConfig(text_config=text, vision_config=_CLIP, **sizes)
+    images = t.LlavaNextImageProcessor(size={"shortest_edge": 28}, crop_size=_SIZE, image_grid_pinpoints=_GRIDS)
+    options = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return config, t.LlavaNextProcessor(images, _tokenizer("<image>"), **options, **_template("<image>"))
+
+
+def _vipllava():
+    import transformers as t
+
+    text, sizes = _TEXT | {"model_type": "llama"}, {"image_token_index": _FIRST, "image_seq_length": 4}
+    config = t.VipLlavaConfig(text_config=text, vision_config=_CLIP, vision_feature_layers=[-1, -2], **sizes)
+    return config, _llava()[1]
+
+
+def _lighton_ocr():
+    import transformers as t
+
+    text = _TEXT | {"model_type": "qwen3", "head_dim": 32}
+    tower = _TOWER | {"image_size": 56, "patch_size": 14, "model_type": "pixtral"}
+    config = t.LightOnOcrConfig(text_config=text, vision_config=tower, image_token_id=_FIRST, tie_word_embeddings=True)
+    names = {"image": "<|image_pad|>", "image_break": "<|vision_pad|>", "image_end": "<|vision_end|>"}
+    tokenizer = _tokenizer(extra_special_tokens={f"{name}_token": token for name, token in names.items()})
+    images = t.PixtralImageProcessor(size={"longest_edge": 56}, patch_size=14)
+    sizes = {"patch_size": 14, "spatial_merge_size": 2}
+    return config, t.LightOnOcrProcessor(images, tokenizer, **sizes, **_template("<|image_pad|>"))
+
+
 def _llava_onevision():
     import transformers as t
 
@@ -147,3 +179,30 @@ TOWERS = {
     "gemma4_unified": _gemma4_unified,
 }
 """Functions that return a configuration with a processor, by kind."""
+
+SHOWN = {
+    "llava": _llava,
+    "internvl": _internvl,
+    "llava_next": _llava_next,
+    "vipllava": _vipllava,
+    "lighton_ocr": _lighton_ocr,
+}
+"""Those whose pictures were compared with vLLM's."""
+
+
+def make_shown_model(directory, kind: str) -> str:
+    """Save a random model of a kind in [`SHOWN`] with its processor in `directory/kind`, and return that folder."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    config, processor = SHOWN[kind]()
+    config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, None, processor.tokenizer.eos_token_id
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    model.save_pretrained(directory / kind)
+    processor.save_pretrained(directory / kind)
+    return str(directory / kind)

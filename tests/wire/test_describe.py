@@ -84,6 +84,19 @@ def test_renamed_kinds_of_layers_are_the_same():
     assert described("conv", "full_attention") != described("full_attention", "conv")
 
 
+def test_what_an_engine_adds_to_a_part_of_a_configuration_is_no_difference():
+    """vLLM gives DBRX's `attn_config` `rope_parameters`."""
+
+    def described(**part):
+        return describe_model(
+            SimpleNamespace(to_dict=lambda: {"attn_config": {"clip_qkv": 8.0, "dtype": None} | part})
+        )
+
+    assert differences("", described(), described(rope_parameters={"rope_theta": 1e4}, dtype="float32")) == []
+    (line,) = differences("", described(), described(clip_qkv=6.0))
+    assert line == "attn_config.clip_qkv: learner 8.0, engine 6.0"
+
+
 def test_rotary_embeddings_are_compared_by_their_angles():
     ours = [(1.0, [1.0, 0.1, 0.01]), (1.2, [1.0, 0.5])]
     rounded = [(1.196, [0.998, 0.501])]

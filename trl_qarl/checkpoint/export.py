@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -28,7 +29,7 @@ from typing_extensions import override
 from ..hub import ADAPTER_FOLDER, write_card
 from ..models import family_of, fields_for_vllm
 from ..quantization.inventory import Inventory
-from ..quantization.names import architecture, is_adapted
+from ..quantization.names import architecture, is_adapted, shares_head
 from ..quantization.storage import is_sharded, whole
 from .files import allow_as_umask, check_writable, name_disk_errors
 from .gguf import GGUF_FILE, export_gguf
@@ -169,7 +170,9 @@ def save_configuration(
     """Write what a reader needs next to the weights: the model's configuration with its class, `dtype` and the
     quantization, the code of its class if that is not transformers', generation configuration, and tokenizer or
     processor."""
-    config = type(model.config).from_dict(model.config.to_dict())
+    if not is_sharded(model):
+        keep_ties(model)
+    config = deepcopy(model.config)
     config.architectures, config.dtype = [architecture(model)], dtype
     text = config.get_text_config()
     for name, value in fields_for_vllm(architecture(model), text).items():
@@ -185,6 +188,14 @@ def save_configuration(
         model.generation_config.to_json_file(path, use_diff=True, keys_to_pop=["compile_config"])
     if processing_class is not None:
         processing_class.save_pretrained(folder)
+
+
+def keep_ties(model: PreTrainedModel) -> None:
+    """Have the configuration say, in place, whether embedding and output head are one weight: a user may have tied or
+    untied them, and readers of a checkpoint go by the configuration."""
+    ties = shares_head(model)
+    if bool(model.config.tie_word_embeddings) is not ties:
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = ties
 
 
 def has_own_code(model: PreTrainedModel) -> bool:

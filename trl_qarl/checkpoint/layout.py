@@ -65,8 +65,9 @@ def _checkpoint_tensors(
                     if key != "weight_shape" or not is_parameter(matrix):
                         yield tensor_name(matrix, key), value.detach()
             continue
-        # All sharded tensors have the same address.
-        identity = (tensor.data_ptr(), tensor.shape) if storage_of(tensor).is_whole else id(tensor)
+        # All sharded tensors, and those on the meta device, have the same address.
+        is_placed = storage_of(tensor).is_whole and not tensor.is_meta
+        identity = (tensor.data_ptr(), tensor.shape) if is_placed else id(tensor)
         if identity in seen:
             continue
         seen.add(identity)

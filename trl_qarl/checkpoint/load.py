@@ -24,6 +24,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     FineGrainedFP8Config,
     GenerationConfig,
     Mxfp4Config,
@@ -151,10 +152,10 @@ def _schemes_of(name_or_path: str, described: Any) -> list[tuple[list[str], Quan
 
 
 def auto_class(config: PreTrainedConfig) -> type:
-    """Return the auto class that loads a generating model, of text or of pictures and text. That of text would load
-    Qwen3.5 without its tower."""
-    has_pictures = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if has_pictures else AutoModelForCausalLM
+    """Return the auto class that loads a generating model, of text, of pictures and text, or of sound too. That of
+    text would load Qwen3.5 without its tower."""
+    with_tower = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
+    return next((auto for auto in with_tower if type(config) in auto._model_mapping), AutoModelForCausalLM)
 
 
 def skeleton(

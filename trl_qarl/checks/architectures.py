@@ -2,8 +2,10 @@
 
 import os
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from importlib.util import find_spec
 from inspect import signature
@@ -15,15 +17,21 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from ..checkpoint.layout import problem_of_mixture
-from ..models import family_of, has_one_window
-from ..quantization.inventory import Inventory
-from ..quantization.names import has_tower
+from ..checkpoint.export import has_own_code, save_configuration
+from ..checkpoint.layout import iter_checkpoint_tensors, problem_of_mixture
+from ..engines.spec import added_fields
+from ..models import Always, family_of, has_one_window
+from ..quantization.inventory import Inventory, rotary_embeddings
+from ..quantization.names import has_tower, shares_head
 from ..quantization.schemes import QuantScheme
+from ..replacing import replaced
+from ..wire.describe import Rotation, rotation_differences, rotations_in_tables
 
 
+_LONGEST_ERROR = 300
 _ATTENTION = frozenset(["full_attention", "sliding_attention", "chunked_attention"])
 
 
@@ -41,6 +49,10 @@ def problems_with_vllm(
         theirs, ours = (", ".join(f"{field}={of[field]}" for field in values) for of in (values, config.to_dict()))
         yield f"{name} with {ours}: vLLM 0.31's class always has {theirs}. Train a model with these values, or use_vllm=False"
     text = config.get_text_config()
+    always = {field: make.value for field, make in family.vllm_fields.items() if isinstance(make, Always)}
+    if ignored := [field for field, value in always.items() if getattr(text, field, None) not in (None, value)]:
+        theirs, ours = (", ".join(f"{field}={of[field]}" for field in ignored) for of in (text.to_dict(), always))
+        yield f"{name} with {theirs}: transformers' class always has {ours}, and vLLM's what the file says. Correct the file"
     kinds = {*(getattr(text, "layer_types", None) or ())}
     if len(kinds) > 1 and has_one_window(text.model_type):
         yield (
@@ -56,7 +68,7 @@ def problems_with_vllm(
     if getattr(config, "mamba_rms_norm", False) and getattr(config, "mamba_norm_before_gate", False):
         yield f"{name} with mamba_norm_before_gate=True: vLLM 0.31 always applies the gate first. Train a model with False, or use_vllm=False"
     wants = family.shares_head
-    if wants is not None and (shares := config.tie_word_embeddings) is not wants:
+    if wants is not None and (shares := shares_head(inventory.model)) is not wants:
         yield (
             f"{name} with tie_word_embeddings={shares}: vLLM 0.31 {'always' if wants else 'never'} shares the weight of embedding and "
             "output head in its class, whatever the configuration says"
@@ -65,6 +77,8 @@ def problems_with_vllm(
         yield f"checkpoints of {name} join layers, such as `{joined}` with others, and so does vLLM's class"
     if (problem := family.problem_of_float32) and dtype is torch.float32:
         yield f"{name} in float32: {problem}. Set bf16=True"
+    if any(getattr(module, "running_mean", None) is not None for module in model.modules()):
+        yield f"{name} has batch norms (Emu3's tower), whose running statistics a weight sync of vLLM 0.31 leaves as they were"
     if on_cpu:
         yield from _problems_on_cpu(inventory, dtype, schemes)
 
@@ -92,7 +106,7 @@ def _problems_on_cpu(
         )
     if getattr(inventory.model.config.get_text_config(), "index_topk", None):
         yield f"{name} has sparse attention, which vLLM does not have on a CPU (`use_sparse` in platforms/cpu.py)"
-    halves = {len(angles) for _, angles in inventory.rotary_embeddings}
+    halves = {len(angles) for _, angles in rotary_embeddings(inventory.modules.values())}
     if dtype is torch.bfloat16 and (odd := sorted(half for half in halves if half % 8)):
         yield (
             f"{name} rotates {2 * odd[0]} features of each head, and vLLM's kernel for CPUs reads beyond its table in bfloat16 unless "
@@ -140,6 +154,130 @@ def problem_of_architecture(model: Any, has_adapter: bool = False) -> str | None
     if not _attends_as_vllm(model):
         return f"the installed vLLM has no class {name}, and runs transformers' own only if each layer attends once, without a mask of its own"
     return None
+
+
+def problem_of_trial(model: Any, dtype: torch.dtype | None) -> str | None:
+    """Return why the installed vLLM cannot make its class of a model in `dtype`, load the model's checkpoints into it,
+    or computes other rotations or experts; `None` otherwise, and where this cannot be tried. The class is made from
+    the configuration alone, on the meta device, and loads tensors without values."""
+    if find_spec("vllm") is None or torch.distributed.is_initialized() or has_own_code(model):
+        return None
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    name = type(model).__name__
+    if model.device.type != "meta":
+        try:
+            with torch.device("meta"):
+                model = type(model)(deepcopy(model.config))
+        except Exception:
+            # A user's class may be made in another way.
+            return None
+    try:
+        made = _made_by_vllm(model, dtype or torch.get_default_dtype())
+    except Exception as error:
+        # Others need what is not here: values of tensors, files of a processor, or a kernel.
+        kinds = AssertionError, AttributeError, KeyError, TypeError, ValueError
+        is_of_shapes = isinstance(error, RuntimeError) and re.search(r"\b(size|shape)", str(error))
+        if isinstance(error, OSError) or not (is_of_shapes or isinstance(error, kinds)):
+            return None
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_ERROR]
+        return f"the installed vLLM cannot make {name} of this configuration, or not load its checkpoints: {said}"
+    act = getattr(model.config.get_text_config(), "hidden_act", None)
+    acts = {getattr(each, "activation", None) for each in made.modules() if hasattr(each, "moe_config")}
+    if act not in (None, "silu", "swish") and MoEActivation.SILU in acts:
+        return f"{name} with hidden_act={act!r}: experts of the installed vLLM's class always compute silu"
+    rotations = _rotations(model)
+    found = [] if rotations is None else rotation_differences(rotations, rotations_in_tables(made.modules()))
+    return f"{name} in the installed vLLM has another {found[0]}" if found else None
+
+
+def _made_by_vllm(model: Any, dtype: torch.dtype) -> nn.Module:
+    """Return vLLM's model of a learner on the meta device, with tables of rotations, after loading its tensors."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    make_table = RotaryEmbeddingBase.__init__
+
+    def make_table_with_values(*args: Any, **kwargs: Any) -> None:
+        with torch.device("cpu"):
+            make_table(*args, **kwargs)
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        save_configuration(model, Path(folder), dtype)
+        # vLLM registers classes of configurations, which transformers would take for the learner's from now on.
+        stack.enter_context(replaced(CONFIG_MAPPING, _extra_content={**CONFIG_MAPPING._extra_content}))
+        args = EngineArgs(folder, dtype=dtype, load_format="dummy", hf_overrides=added_fields(model))
+        args.skip_tokenizer_init = args.enforce_eager = True
+        config = args.create_engine_config()
+        # Their cache would give an engine these tables.
+        stack.enter_context(replaced(rotary_embedding, _ROPE_DICT={}))
+        stack.enter_context(replaced(RotaryEmbeddingBase, __init__=make_table_with_values))
+        stack.enter_context(set_current_vllm_config(config))
+        stack.enter_context(_groups_of_one(folder))
+        stack.enter_context(_default_dtype(dtype))
+        with torch.device("meta"):
+            made = initialize_model(config)
+            made.load_weights(iter_checkpoint_tensors(model, dtype))
+    return made
+
+
+def _rotations(model: nn.Module) -> list[Rotation] | None:
+    """Return the rotations of a model that may be on the meta device, `None` if they cannot be computed again."""
+    again = nn.Module()
+    with torch.device("cpu"):
+        for name, module in model.named_modules():
+            if any("inv_freq" in each for each in module._buffers):
+                try:
+                    again.add_module(name.replace(".", "/"), type(module)(config=module.config))
+                except (AttributeError, TypeError):
+                    return None
+    return [(factor, angles[angles != 0].tolist()) for factor, angles in rotary_embeddings(again.modules())]
+
+
+@contextmanager
+def _groups_of_one(folder: str) -> Iterator[None]:
+    """Give vLLM process groups of this process alone, which its layers ask for ranks. Their store is in `folder`."""
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        # Of an engine that runs in this process.
+        yield
+        return
+    try:
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+        parallel_state.initialize_model_parallel()
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def problem_of_processor(folder: str, config: Any) -> str | None:
+    """Return why vLLM cannot start with a model in a `folder`, or on the Hub, whose class has a tower, or `None`."""
+    # The configuration of Phi-4-multimodal is that of its text.
+    has_tower = config.get_text_config() is not config or type(config) in PROCESSOR_MAPPING
+    if not has_tower or not Path(folder).is_dir():
+        return None
+    names = "processor_config.json", "preprocessor_config.json"
+    if any(Path(folder, name).is_file() for name in names):
+        return None
+    return (
+        f"{folder} has no processor ({', '.join(names)}), which vLLM needs for a class with a tower, also for text. Save it "
+        "there with `processor.save_pretrained`."
+    )
 
 
 def problem_of_context(model: Any, option: str, length: int | None) -> str | None:

@@ -20,6 +20,7 @@ from ..checkpoint.load import DEQUANTIZED, check_release, is_low_bit, skeleton
 from ..checkpoint.record import check_config
 from ..quantization.names import base_model, is_peft_model, method_of
 from .adapter import is_nf4, problems_of_adapter, problems_of_options, problems_of_quantized_base, problems_of_start
+from .architectures import problem_of_processor
 from .batches import fit_generation_batch
 from .configuration import check_optimizer, low_precision_masters
 from .content import (
@@ -29,7 +30,6 @@ from .content import (
     evaluates,
     has_pictures,
     has_texts,
-    problem_of_processor,
     problems_of_content,
     problems_of_reward,
 )
@@ -144,7 +144,7 @@ def problems_of_arguments(
         if not of_adapter:
             yield from _problems_of_layers(policy, config, args, peft_config)
         if args.use_vllm and config is not None and (problem := problem_of_processor(model, config)):
-            yield problem
+            yield f"use_vllm=True: {problem}"
     elif (base := base_of(model)) and is_no_folder(base):
         yield f"The base {base!r} of the adapter {model!r} is not a folder. Correct it in the adapter's configuration."
     optimizer = optimizers[0] if _is_pair(optimizers) else None

@@ -184,19 +184,6 @@ def problems_of_tokenizer(model: Any, processing_class: Any, name: str = "proces
     yield from problems_of_json(model)
 
 
-def problem_of_processor(folder: str, config: Any) -> str | None:
-    """Return why vLLM cannot start with a model in a `folder`, or on the Hub, whose class has a tower, or `None`."""
-    if config.get_text_config() is config or not Path(folder).is_dir():
-        return None
-    names = "processor_config.json", "preprocessor_config.json"
-    if any(Path(folder, name).is_file() for name in names):
-        return None
-    return (
-        f"use_vllm=True: {folder} has no processor ({', '.join(names)}), which vLLM needs for a class with a tower, also for text. Save it "
-        "there with `processor.save_pretrained`."
-    )
-
-
 def problem_of_end(processing_class: Any) -> str | None:
     """Return the problem of a tokenizer without an end token, which TRL looks for in each completion, or `None`."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..bitwise.availability import dropout_rates
-from ..checkpoint.export import keep_generation_config
+from ..checkpoint.export import keep_generation_config, keep_ties
 from ..checkpoint.load import keep_masters_precise
 from ..engines.pictures import problem_of_class
 from ..models import family_of
@@ -81,6 +81,7 @@ def correct_policy(model: nn.Module, args: Any) -> None:
     _switch_off_dropout(model, args)
     correct_model(base, args.use_vllm)
     keep_generation_config(base)
+    keep_ties(base)
     # It may have been loaded by the user.
     keep_masters_precise(base)
 

@@ -14,7 +14,12 @@ from torch import nn
 
 from ..bitwise.availability import obstacle_of_model
 from ..bitwise.rows import reason_to_pad
-from ..checks.architectures import problem_of_architecture, problems_with_vllm
+from ..checks.architectures import (
+    problem_of_architecture,
+    problem_of_processor,
+    problem_of_trial,
+    problems_with_vllm,
+)
 from ..checks.model import problems_of_body, problems_of_experts
 from ..engines.gpu_kernels import RELEASES, Gpu, choose_kernels
 from ..packages import install_hint, installed
@@ -58,7 +63,7 @@ def diagnose(
     yield from check_versions(installed(*PACKAGES))
     yield from check_hardware(chosen)
     if model is not None:
-        yield check_model(model, plan, args.exclude_modules)
+        yield check_model(model, plan, args.exclude_modules, args.model)
         yield check_layout(model)
     if args.engine and find_spec("vllm") is None:
         yield Diagnosis("error", "--engine needs vLLM, which is not installed", install_hint("vllm"))
@@ -173,8 +178,11 @@ def check_hardware(schemes: Sequence[QuantScheme] | None = None) -> Iterator[Dia
     yield from check_kernels(kernels_here(schemes))
 
 
-def check_model(model: nn.Module, plan: QuantPlan, exclude_modules: Sequence[str] | None) -> Diagnosis:
-    """Say if and how a run of `model` trains with vLLM: exactly, with fast numerics, without vLLM, or never."""
+def check_model(
+    model: nn.Module, plan: QuantPlan, exclude_modules: Sequence[str] | None, folder: str | None = None
+) -> Diagnosis:
+    """Say if and how a run of `model`, which may be in a `folder`, trains with vLLM: exactly, with fast numerics,
+    without vLLM, or never."""
     name, on_cpu = architecture(model), not torch.cuda.is_available()
     # Of options, those with which a training is judged by default.
     args = Namespace(router_aux_loss_coef=None, push_to_hub=False, use_vllm=True, scheme=plan.name)
@@ -194,7 +202,10 @@ def check_model(model: nn.Module, plan: QuantPlan, exclude_modules: Sequence[str
         return Diagnosis("warning", f"{name} does not train with vLLM: {problems[dtypes[0]][0]}", own)
     if find_spec("vllm") is None:
         return Diagnosis("ok", f"{name} would train with vLLM in {_name(dtype)}, which is not installed; {own}")
-    if problem := problem_of_architecture(model):
+    problem = problem_of_architecture(model)
+    if problem is None and folder is not None:
+        problem = problem_of_processor(folder, model.config)
+    if problem := problem or problem_of_trial(model, dtype):
         return Diagnosis("warning", f"{name} does not train with vLLM: {problem}", own)
     how = "engine numerics, exactly"
     if obstacle := obstacle_of_model(model, dtype, schemes):

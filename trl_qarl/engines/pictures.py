@@ -142,10 +142,14 @@ def expanded_prompts(
 
 def placeholders_of(model: nn.Module, processing_class: Any) -> frozenset[int]:
     """Return the token ids that stand for pictures, videos and sound; none for a model of text. For each of them
-    Gemma 4 takes the embedding of padding, also in a text."""
+    Gemma 4 takes the embedding of padding, also in a text, and Gemma 3n, in a learner, one of its towers', as for all
+    that follow the first of a tower."""
     kinds = ("image", "video", "audio") if has_tower(model) else ()
-    ids = (getattr(processing_class, f"{kind}_token_id", None) for kind in kinds)
-    return frozenset(token for token in ids if token is not None)
+    ids = {getattr(processing_class, f"{kind}_token_id", None) for kind in kinds}
+    towers = [getattr(model.config, f"{kind}_config", None) for kind in ("vision", "audio") if kinds]
+    if offsets := [tower.vocab_offset for tower in towers if hasattr(tower, "vocab_offset")]:
+        ids.update(range(min(offsets), model.config.get_text_config().vocab_size))
+    return frozenset(ids - {None})
 
 
 def engine_arguments(model: nn.Module) -> dict[str, Any]:

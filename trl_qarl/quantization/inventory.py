@@ -3,7 +3,7 @@ a forward asks it for quantized layers, their formats and checkpoint names, and 
 [`reasons_to_skip`] and the functions next to it select the layers to quantize."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import groupby
@@ -148,18 +148,6 @@ class Inventory:
         }
 
     @property
-    def rotary_embeddings(self) -> list[tuple[float, torch.Tensor]]:
-        """Factor and angles of rotary embeddings; transformers has one for each kind of layers in one module. A pair
-        of features turns by its angle, in radians, from one position to the next."""
-        return [
-            (float(getattr(module, f"{kind}attention_scaling", 1.0)), buffer)
-            for module in self.modules.values()
-            for name, buffer in module._buffers.items()
-            for kind, is_rotary, rest in [name.partition("inv_freq")]
-            if is_rotary and not rest and not kind.endswith("original_") and buffer is not None and buffer.ndim == 1
-        ]
-
-    @property
     def holds_adapter(self) -> bool:
         """True if adapters are part of the weights that are quantized (`lora_mode="merged"`)."""
         return any(layer.holds_adapter for layer in self.layers.values())
@@ -176,6 +164,18 @@ class Inventory:
         """Yield every quantized weight in the same order, by the name of its linear layer or experts' parameter."""
         for layer in self.walk():
             yield from ((name.removesuffix(".weight"), weight) for name, weight in layer.quantized.items())
+
+
+def rotary_embeddings(modules: Iterable[nn.Module]) -> list[tuple[float, torch.Tensor]]:
+    """Return factor and angles of the rotary embeddings among `modules`; transformers has one for each kind of layers
+    in one module. A pair of features turns by its angle, in radians, from one position to the next."""
+    return [
+        (float(getattr(module, f"{kind}attention_scaling", 1.0)), buffer)
+        for module in modules
+        for name, buffer in module._buffers.items()
+        for kind, is_rotary, rest in [name.partition("inv_freq")]
+        if is_rotary and not rest and not kind.endswith("original_") and buffer is not None and buffer.ndim == 1
+    ]
 
 
 def split_experts(layers: Mapping[str, nn.Module]) -> dict[str, list[list[str]]]:
@@ -208,9 +208,19 @@ def layers_outside_decoder(inventory: Inventory) -> dict[str, str]:
     """Return the quantizable layers outside the language model, such as those of a vision tower and its connector,
     with the reason why they stay in high precision unless a plan names them."""
     model = inventory.model
-    if not has_tower(model):
+    if not isinstance(model, PreTrainedModel):
         return {}
-    inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    decoder = model.get_decoder()
+    kinds = type(model.config), type(model.config.get_text_config())
+    # Phi-4-multimodal's towers are in its decoder.
+    towers = [
+        part
+        for part in decoder.children()
+        if any(isinstance(each, PreTrainedModel) and not isinstance(each.config, kinds) for each in part.modules())
+    ]
+    if not (towers or has_tower(model)):
+        return {}
+    inside = {*decoder.modules(), model.get_output_embeddings()}.difference(*(part.modules() for part in towers))
     return {
         name: "outside the language model" for name, module in inventory.quantizable.items() if module not in inside
     }

@@ -68,6 +68,14 @@ def has_tower(model: nn.Module) -> bool:
     return isinstance(config, PreTrainedConfig) and config.get_text_config() is not config
 
 
+def shares_head(model: Any) -> bool:
+    """Return whether embedding and output head of a model are one weight, whatever its configuration says."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    first, second = (getattr(each, "weight", None) for each in ends)
+    # Of a class without a head, the configuration is right.
+    return model.config.tie_word_embeddings if second is None else first is second
+
+
 def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield `named_modules` without adapters: an adapted layer keeps its name, its wrapper has none."""
     yield from _walk(base_model(model), "", set())

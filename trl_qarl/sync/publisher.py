@@ -25,8 +25,9 @@ from ..checkpoint.layout import check_finite, iter_checkpoint_layers, quantizati
 from ..engines.background import BackgroundCall
 from ..engines.engine import Engine, Tensors, num_bytes_of
 from ..engines.gpu_kernels import Gpu, reason_against, unexpected_kernels
+from ..engines.pictures import takes_pictures
 from ..quantization.experts import QuantizedExperts
-from ..quantization.inventory import Inventory
+from ..quantization.inventory import Inventory, rotary_embeddings
 from ..quantization.names import layer_of
 from ..quantization.storage import is_sharded
 from ..wire.describe import (
@@ -94,12 +95,15 @@ class Publisher:
         if config is not None:
             ours = describe_model(config.get_text_config())
             problems += differences("model.", ours, theirs.get("model") or {})
-            rotations = [(factor, angles[angles != 0].tolist()) for factor, angles in inventory.rotary_embeddings]
+            embeddings = rotary_embeddings(inventory.modules.values())
+            rotations = [(factor, angles[angles != 0].tolist()) for factor, angles in embeddings]
             problems += rotation_differences(rotations, theirs.get("rotations") or [])
             context = theirs.get("max_model_len", math.inf)
             problems += window_differences(config.get_text_config(), theirs.get("windows") or [], context)
             image_processor = getattr(self.processing_class, "image_processor", None)
-            ours = describe_pictures(config, image_processor, PICTURE_OPTIONS)
+            # Pictures of other classes are refused, and vLLM gives their processors settings of its own.
+            shown = image_processor if takes_pictures(self.model) else None
+            ours = describe_pictures(config, shown, PICTURE_OPTIONS)
             engine = {**(theirs.get("pictures") or {})}
             # vLLM's own classes of configurations lack settings.
             towers = [side.pop("tower", {}) for side in (ours, engine)]

@@ -23,7 +23,7 @@ from ..bitwise.rows import reason_to_pad
 from ..checkpoint.export import export_checkpoint
 from ..checkpoint.files import damaged_file
 from ..checkpoint.record import check_record, scheme_record
-from ..checks.architectures import problem_of_architecture, problems_with_vllm
+from ..checks.architectures import problem_of_architecture, problem_of_trial, problems_with_vllm
 from ..checks.configuration import low_precision_masters
 from ..checks.model import (
     check_output_head,
@@ -195,7 +195,7 @@ class Policy:
             problems += [f"use_vllm=True: {each}" for each in with_vllm]
         # Both may load vLLM, and a refused model needs none.
         if not problems:
-            problems += self.problems_of_class(base, has_adapter)
+            problems += self.problems_of_class(base, has_adapter, is_tried=not is_placed)
         if is_placed and (args.numerics is not None or not problems):
             # Under an objective, dropout that stays on is one of the problems.
             is_dropout_off = args.disable_dropout or get_objective(args) is not None
@@ -205,11 +205,15 @@ class Policy:
                 problems.append(str(error))
         return judged
 
-    def problems_of_class(self, base: nn.Module, has_adapter: bool) -> list[str]:
+    def problems_of_class(self, base: nn.Module, has_adapter: bool, is_tried: bool = True) -> list[str]:
         """Return the problem of a class that a vLLM in this process has not, which this loads, or cannot run with an
-        adapter next to its layers."""
+        adapter next to its layers, or cannot make if that `is_tried`."""
+        if not self.args.is_colocated:
+            return []
         runs_beside = has_adapter and self.args.lora_mode == "adapter"
-        problem = problem_of_architecture(base, runs_beside) if self.args.is_colocated else None
+        problem = problem_of_architecture(base, runs_beside)
+        if problem is None and is_tried:
+            problem = problem_of_trial(base, self._engine_dtype(base))
         return [f"use_vllm=True: {problem}"] if problem else []
 
     def _engine_dtype(self, model: nn.Module) -> torch.dtype:

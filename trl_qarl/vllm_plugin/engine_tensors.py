@@ -1,20 +1,18 @@
 """Names, fingerprints and kernels of the layers of a model in vLLM."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.model_executor.models.llama4 import Llama4Attention
 from vllm.model_executor.models.utils import WeightsMapper
 
-from ..wire.describe import Rotation
 from ..wire.fingerprint import fingerprints
 from .linear_kernels import LowBitKernel
 
@@ -157,15 +155,15 @@ def engine_name(mappers: Sequence[tuple[str, WeightsMapper]], name: str) -> str:
     return name
 
 
-def is_unused(model: nn.Module, owned: Set[str], name: str) -> bool:
+def is_unused(model: nn.Module, name: str) -> bool:
     """Return whether a tensor, by [`engine_name`], that is not among those of an engine is of a tower: vLLM makes
-    neither layers after the one whose output is read (`vision_feature_layer` of LLaVA) nor their norm."""
+    neither layers after the one whose output is read (`vision_feature_layer` of LLaVA) nor their norm, and no tower
+    for videos alone (LLaVA-NeXT-Video)."""
     if not supports_multimodal(model):
         return False
     inside = model.get_language_model()
     prefix = next((f"{prefix}." for prefix, module in model.named_modules() if module is inside), "")
-    towers = {each.partition(".")[0] for each in owned if not each.startswith(prefix)}
-    return not name.startswith(prefix) and name.partition(".")[0] in towers
+    return not name.startswith((prefix, "lm_head."))
 
 
 def names_by_module(owned: Mapping[str, list[str]]) -> dict[str, list[str]]:
@@ -184,18 +182,6 @@ def convolution_copies(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, to
         if (buffer := layer._buffers.get("conv_weights")) is not None:
             weight = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", layer.conv1d.weight)
             yield f"{prefix}.conv_weights", buffer, weight.view_as(buffer)
-
-
-def rotations(model: nn.Module) -> list[Rotation]:
-    """Return the rotary embeddings of a model, each once, from their tables of cosines and sines."""
-    found = {}
-    for layer in model.modules():
-        table = getattr(layer, "cos_sin_cache", None)
-        if isinstance(layer, RotaryEmbeddingBase) and isinstance(table, torch.Tensor) and table.ndim == 2:
-            cosines, sines = table[1].float().chunk(2)
-            angles = [angle for angle in torch.atan2(sines, cosines).tolist() if angle]
-            found[id(table)] = table[0, 0].item(), angles
-    return list(found.values())
 
 
 def windows(model: nn.Module) -> list[int]:

@@ -46,6 +46,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from ..bitwise import cuda
 from ..quantization.names import layer_of
 from ..replacing import replaced
+from ..wire.describe import rotations_in_tables
 from ..wire.fingerprint import differing_entries, fingerprint, fingerprint_differences
 from ..wire.protocol import EACH, TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order, names_of_experts
 from ..wire.transfer_dir import confined_path
@@ -64,7 +65,6 @@ from .engine_tensors import (
     names_by_module,
     owned_names,
     part_name,
-    rotations,
     rows_as_loaded,
     tied_names,
 )
@@ -108,7 +108,7 @@ class AuditedReload:
         self.has_graphs = self.vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
         self._addresses: Addresses | None = None
         # Read before a reload, which may be left unfinished, moves the tables to the meta device.
-        self.rotations = rotations(self.model)
+        self.rotations = rotations_in_tables(self.model.modules())
         self._first_names = first_names(self.model)
         # Buffers with random values from dummy loading.
         self._noisy: list[str] = []
@@ -314,7 +314,7 @@ class AuditedReload:
             for names in (owned - mapped.keys(), mapped.keys() - owned)
         )
         problems += [f"{name}: the learner sent nothing for it" for name in missing][:5]
-        unknown = [name for name in unknown if not is_unused(self.model, owned, name)]
+        unknown = [name for name in unknown if not is_unused(self.model, name)]
         problems += [f"{mapped[name]}: the engine has no such parameter" for name in unknown][:5]
         noisy = "dummy loading has filled this buffer with noise, and the learner sent nothing for it"
         problems += [f"{name}: {noisy}" for name in self._noisy if name not in mapped][:5]

@@ -140,8 +140,8 @@ class WorkerExtension:
         }
         try:
             processor = cached_processor_from_config(config)
-        except TypeError:
-            # vLLM makes it with further arguments (InternVL). Pictures of such classes are refused.
+        except Exception:
+            # vLLM makes it in another way (InternVL). Pictures of such classes are refused.
             processor = None
         return describe_pictures(config.hf_config, getattr(processor, "image_processor", None), options)
 

@@ -105,13 +105,13 @@ _KINDS_OF_LAYERS = {"attention": "full_attention", "conv": "linear_attention", "
 def describe_model(config) -> dict[str, Any]:
     """Return the settings of a text model (`get_text_config()`), or of a vision tower, that affect its numbers, in a
     form for JSON."""
+    # Engines drop and add some of a part, such as `mrope_section` of a model of text. Angles are compared too.
     settings = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in _NOT_NUMERIC and not name.startswith("_") and "dropout" not in name
+        path: value
+        for name, part in config.to_dict().items()
+        for path, value in _flat(name, part).items()
+        if not any(each in _NOT_NUMERIC or each.startswith("_") or "dropout" in each for each in path.split("."))
     }
-    # Engines drop and add some, such as `mrope_section` of a model of text. Angles are compared too.
-    settings |= _flat("rope_parameters", settings.pop("rope_parameters", None))
     # vLLM's own names of DeepSeek's kinds.
     if str(settings.get("rope_parameters.rope_type")).startswith("deepseek_"):
         del settings["rope_parameters.rope_type"]
@@ -134,6 +134,18 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
 Rotation = tuple[float, list[float]]
 """Factor of a rotary embedding, and the angles in radians by which each pair of features turns from one position to
 the next, without those that do not turn."""
+
+
+def rotations_in_tables(modules: Iterable[Any]) -> list[Rotation]:
+    """Return the rotary embeddings of an engine, each once, from the tables of cosines and sines of its `modules`."""
+    found = {}
+    for module in modules:
+        table = getattr(module, "cos_sin_cache", None)
+        # Some have a method, or none of their own.
+        if getattr(table, "ndim", None) == 2:
+            cosines, sines = table[1].float().chunk(2)
+            found[id(table)] = table[0, 0].item(), [angle for angle in sines.atan2(cosines).tolist() if angle]
+    return list(found.values())
 
 
 def rotation_differences(ours: Sequence[Rotation], theirs: Sequence[Rotation]) -> list[str]:

@@ -75,6 +75,10 @@ def register() -> None:
     _end_with_parent()
     register_classes()
     for architecture, name in _CORRECTED_MODELS.items():
+        known = ModelRegistry.models.get(architecture)
+        # A class that has left vLLM, which runs the model by its Transformers backend.
+        if known is not None and known.module_name == "vllm.model_executor.models.transformers":
+            continue
         ModelRegistry.register_model(architecture, f"trl_qarl.vllm_plugin.corrected_models:{name}")
     for backend, name in ((FILE_BACKEND, "FileReceiver"), (NCCL_BACKEND, "NCCLReceiver")):
         if backend not in WeightTransferEngineFactory._registry:

@@ -7,6 +7,7 @@ one of them.
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from vllm.model_executor.models import (
     bloom,
     gemma3n,
     glm4_moe_lite,
-    gpt_neox,
     granitemoehybrid,
     jamba,
     laguna,
@@ -40,7 +40,7 @@ from ..models import SHARED_BLOCK
 from ..replacing import replaced
 
 
-BloomForCausalLM, GPTNeoXForCausalLM = bloom.BloomForCausalLM, gpt_neox.GPTNeoXForCausalLM
+BloomForCausalLM = bloom.BloomForCausalLM
 GraniteMoeHybridForCausalLM = granitemoehybrid.GraniteMoeHybridForCausalLM
 JambaForCausalLM, OlmoHybridForCausalLM = jamba.JambaForCausalLM, olmo_hybrid.OlmoHybridForCausalLM
 Qwen3MoeForCausalLM = qwen3_moe.Qwen3MoeForCausalLM
@@ -273,7 +273,11 @@ granitemoehybrid.GraniteMoeHybridModel.load_weights = _with_one_shape(
 Qwen3MoeForCausalLM.packed_modules_mapping["gate_up_proj"] = ["gate_proj", "up_proj"]
 minicpm3.MiniCPM3Attention.__init__ = _with_name(minicpm3.MiniCPM3Attention.__init__)
 laguna.LagunaModel.load_weights = _with_bias_of_router(laguna.LagunaModel.load_weights)
-for _model in (bloom.BloomModel, gpt_neox.GPTNeoXModel):
-    _model._repack_qkv = _without_shapes(_model._repack_qkv)
+bloom.BloomModel._repack_qkv = _without_shapes(bloom.BloomModel._repack_qkv)
+# vLLM 0.31 alone has it; later ones run GPT-NeoX by their Transformers backend.
+if find_spec("vllm.model_executor.models.gpt_neox"):
+    from vllm.model_executor.models.gpt_neox import GPTNeoXForCausalLM, GPTNeoXModel  # noqa: F401
+
+    GPTNeoXModel._repack_qkv = _without_shapes(GPTNeoXModel._repack_qkv)
 # The activation of BLOOM has a hyperbolic tangent; vLLM takes the error function.
 bloom.get_act_fn = lambda name: get_act_fn({"gelu": "gelu_pytorch_tanh"}[name])

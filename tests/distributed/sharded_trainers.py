@@ -365,7 +365,7 @@ def replicas_of_shards_train_what_they_train_with_whole_masters(folder):  # nigh
             round_gradients(trainer.accelerator, trainer.model)
             parameters = [*trainer.model.parameters()]
             for parameter in parameters:
-                parameter.grad = torch.ones_like(parameter)
+                parameter.grad = torch.ones_like(parameter, dtype=parameter.grad_dtype)
             norm = trainer.accelerator.clip_grad_norm_(parameters, 1e9).item()
             assert norm == pytest.approx(num_elements(parameters) ** 0.5, rel=1e-6)
 

@@ -163,7 +163,11 @@ def problem_of_trial(model: Any, dtype: torch.dtype | None) -> str | None:
     if find_spec("vllm") is None or torch.distributed.is_initialized() or has_own_code(model):
         return None
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        # Never run on a GPU, where an error of the trial itself would refuse a model that trains.
+        return None
     name = type(model).__name__
     if model.device.type != "meta":
         try:

@@ -150,7 +150,6 @@ def test_one_line_says_if_a_model_trains_with_vllm(arch, fields, level, verdict)
         model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **fields))
     found = doctor.check_model(model, get_plan("w4a16"), None)
     assert found.level == level and re.search(verdict, found.text)
-    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("has_processor", [True, False])

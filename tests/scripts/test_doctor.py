@@ -8,7 +8,7 @@ from importlib.metadata import version
 import pytest
 
 from testing_utils import make_tiny_config, path_without, refused
-from testing_utils.pictures import make_picture_config
+from testing_utils.pictures import make_picture_config, needs_torchvision
 from testing_utils.trainings import QUANTIZED
 from trl_qarl._version import __version__
 from trl_qarl.cli import main
@@ -108,13 +108,18 @@ def test_a_mismatched_torchvision_is_named_with_the_fix(broken_torchvision, comm
     assert "torchvision::nms" in last
 
 
+@needs_torchvision
 @pytest.mark.vllm
 @pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
-def test_a_model_of_pictures_is_judged_by_its_language_model(kind, tmp_path, capsys):
+def test_a_model_of_pictures_is_judged_by_its_language_model(kind, tmp_path, monkeypatch, capsys):
     """Towers have sizes that no group divides, as Qwen2.5-VL's of 3420."""
+    # vLLM inspects its class in a process of its own.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     config = make_picture_config(kind)
     config.vision_config.intermediate_size = 180
     config.save_pretrained(tmp_path)
+    # Without a processor it would not train with vLLM.
+    (tmp_path / "preprocessor_config.json").write_text("{}")
     assert main(["doctor", "--model", str(tmp_path), "--scheme", "w4a16"]) == 0
     assert "trains with vLLM" in capsys.readouterr().out
     assert main(["estimate", str(tmp_path), "--gpu_memory", "24"]) == 0

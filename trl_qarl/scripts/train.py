@@ -460,8 +460,9 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
 
     _write_policy(trainer, export_dir, script_args.dataset_name)
 
-    # `Trainer.end` of transformers>=5.18. A process group that is left open may end Python by a signal.
-    trainer.accelerator.end_training()
+    # Left open, the process group may end Python by a signal. That of a single process is vLLM's.
+    if trainer.accelerator.num_processes > 1:
+        trainer.accelerator.end_training()
 
 
 def _write_policy(trainer: Any, export_dir: Path | None, dataset_name: str | None) -> None:

@@ -51,6 +51,7 @@ class Family:
     - `engine_layers`: how vLLM computes its layers, if all their operations have engine numerics: `"fused"` norms sums
       of the residual stream before they are rounded, `"rounded"` norms rounded ones, and `"transformers"` is
       transformers' own code around vLLM's linear layers, norms and attention.
+    - `left_vllm`: the release of vLLM from which on it has no class of its own, and runs transformers' in its backend.
     - `vllm_fields`: fields of a `config.json` that vLLM's class reads, and transformers' configuration does not have
       unless the file does, each with the function of that configuration that transformers' class computes.
     - `vllm_values`: values of its configuration that vLLM's class has, whatever the configuration says.
@@ -73,6 +74,7 @@ class Family:
     architecture: str
     model_type: str
     engine_layers: str | None = None
+    left_vllm: str | None = None
     vllm_fields: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     vllm_values: Mapping[str, Any] = field(default_factory=dict)
     problem_of_plain_vllm: str | None = None
@@ -161,7 +163,7 @@ _ROWS = (
         "apertus",
         problem_of_float32="vLLM keeps the parameters of its activation in bfloat16 (`XIELU` in layers/activation.py)",
     ),
-    Family("ArceeForCausalLM", "arcee", engine_layers="fused"),
+    Family("ArceeForCausalLM", "arcee", engine_layers="fused", left_vllm="0.32"),
     Family("CohereForCausalLM", "cohere", vllm_values=_UNBIASED, shares_head=True),
     Family("Cohere2ForCausalLM", "cohere2", vllm_values=_UNBIASED, shares_head=True, has_longer_window=True),
     Family("Cohere2MoeForCausalLM", "cohere2_moe", vllm_values=_UNBIASED, shares_head=True, has_longer_window=True),
@@ -195,7 +197,7 @@ _ROWS = (
         shares_head=True,
         problem_of_plain_vllm="the embeddings of each layer (models/gemma3n.py)",
     ),
-    Family("GlmForCausalLM", "glm", engine_layers="fused"),
+    Family("GlmForCausalLM", "glm", engine_layers="fused", left_vllm="0.32"),
     Family("Glm4ForCausalLM", "glm4", engine_layers="fused"),
     Family("Glm4MoeForCausalLM", "glm4_moe", shares_head=False, vllm_fields={"head_dim": _head_dim}),
     Family(
@@ -317,6 +319,7 @@ _ROWS = (
         "SeedOssForCausalLM",
         "seed_oss",
         engine_layers="fused",
+        left_vllm="0.32",
         vllm_values={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
     ),
     Family("SmolLM3ForCausalLM", "smollm3", engine_layers="transformers"),

@@ -12,14 +12,13 @@ from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.trainer.utils import FusedCausalLMOutput
 
-from ..models import family_of
 from ..quantization.gemm import low_bit_linear
 from ..quantization.inventory import Inventory
 from ..quantization.names import base_model, class_of
 from ..quantization.storage import is_sharded, whole
 from ..quantization.weight import QuantizedLayer
 from . import cuda, low_bit, ops
-from .availability import check_engine_numerics
+from .availability import check_engine_numerics, layers_in_engine
 from .modules import (
     ATTENTION,
     EngineOperation,
@@ -63,7 +62,7 @@ def attach_engine_numerics(
     device = next(model.parameters()).device.type
     if device == "cuda":
         cuda.prepare_process()
-    layers = family_of(class_of(model).__name__).engine_layers
+    layers = layers_in_engine(class_of(model).__name__)
     for module in Inventory.of(model).modules.values():
         if isinstance(module, QuantizedLayer):
             module.product = low_bit.low_bit_linear

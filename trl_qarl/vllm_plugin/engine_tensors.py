@@ -71,8 +71,10 @@ def mark_rows_by_heads(model: nn.Module) -> None:
     """Mark the layers of `model` whose rows a checkpoint holds head by head, where vLLM has all queries first, and
     those of Llama 4, in which vLLM has the first features of all pairs first."""
     for module in model.modules():
-        # By name: from vLLM 0.32 on it has no class of GPT-NeoX.
-        if type(module).__name__ in ("BloomAttention", "FalconAttention", "GPTNeoXAttention"):
+        kind = type(module)
+        # By name: from 0.32 on vLLM has none of GPT-NeoX, and runs transformers' class of this name.
+        is_by_heads = kind.__name__ in ("BloomAttention", "FalconAttention", "GPTNeoXAttention")
+        if is_by_heads and kind.__module__.startswith("vllm."):
             module.query_key_value.has_rows_by_heads = True
         if isinstance(module, Llama4Attention):
             # In an engine with LoRA it is wrapped.

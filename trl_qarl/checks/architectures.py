@@ -126,8 +126,9 @@ def problem_of_architecture(model: Any, has_adapter: bool = False) -> str | None
     # Ours registers classes.
     load_general_plugins()
     name, cls = type(model).__name__, type(model)
-    if name in ModelRegistry.get_supported_archs():
-        known = ModelRegistry.models[name]
+    known = ModelRegistry.models.get(name)
+    # Of some classes it knows that its backend for transformers' own runs them.
+    if known is not None and not getattr(known, "module_name", "").endswith(".models.transformers"):
         spec = find_spec(getattr(known, "module_name", "vllm"))
         folders = [Path(spec.origin).parent / kind for kind in ("nvidia", "cpu")]
         if not torch.cuda.is_available() and [folder.is_dir() for folder in folders] == [True, False]:

@@ -136,15 +136,15 @@ def test_a_request_has_the_pixels_of_its_pictures():
     assert "content_parts" not in picture_request("model", [1, 2], None)
 
 
-def test_a_server_is_asked_again_for_one_completion_of_a_prompt():
+@pytest.mark.parametrize("has_ids", [False, True], ids=["vLLM 0.31", "vLLM 0.32"])
+def test_a_server_is_asked_again_for_one_completion_of_a_prompt(has_ids):
     requests = []
 
     def post(json):
         requests.append(json)
         tokens = [[PLACEHOLDER], [4]] if json["sampling_params"]["n"] == 2 else [[5]]
-        logprobs = [
-            {"content": [{"token": f"token_id:{row[0]}", "logprob": -1.0, "top_logprobs": []}]} for row in tokens
-        ]
+        names = [{"token_id": row[0]} if has_ids else {"token": f"token_id:{row[0]}"} for row in tokens]
+        logprobs = [{"content": [{**name, "logprob": -1.0, "top_logprobs": []}]} for name in names]
         choices = [{"token_ids": row, "logprobs": found} for row, found in zip(tokens, logprobs, strict=True)]
         return {"prompt_token_ids": list(ROW), "choices": choices}
 

@@ -252,13 +252,23 @@ def complete_prompts(
         placeholders,
         lambda places: [draw(place // num_each, n=1, seed=None)["choices"][0] for place in places],
     )
-    logprobs, logprob_token_ids = parse_logprobs([choice["logprobs"] for choice in choices])
+    logprobs, logprob_token_ids = parse_logprobs([_with_tokens(choice["logprobs"]) for choice in choices])
     return {
         "prompt_ids": [answer["prompt_token_ids"] for answer in answers],
         "completion_ids": [choice["token_ids"] for choice in choices],
         "logprobs": logprobs,
         "logprob_token_ids": logprob_token_ids,
     }
+
+
+def _with_tokens(logprobs: dict[str, Any]) -> dict[str, Any]:
+    """Return the log-probs of a choice as TRL 1.16 reads them: from 0.32 on vLLM names tokens by `token_id` alone."""
+
+    def named(entry: dict[str, Any]) -> dict[str, Any]:
+        return {"token": f"token_id:{entry['token_id']}", **entry} if "token_id" in entry else entry
+
+    content = [named(entry) | {"top_logprobs": [*map(named, entry["top_logprobs"])]} for entry in logprobs["content"]]
+    return {**logprobs, "content": content}
 
 
 def canary_prompt(processor: Any, num_tokens: int) -> tuple[ExpandedPrompt, Mapping[str, torch.Tensor], list]:

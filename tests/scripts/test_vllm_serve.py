@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_mixture, make_tiny_model, make_tiny_tokenizer, refused
 from testing_utils.pictures import make_picture_config, make_picture_model
-from trl_qarl import QaRLConfig, export_checkpoint, prepare_model
+from trl_qarl import export_checkpoint, prepare_model
 from trl_qarl.adapters.tensors import arguments_for
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.cli import main
@@ -57,14 +57,6 @@ def test_a_server_starts_with_the_adapters_rank_and_layers(tmp_path, printed):
     prepare_model(learner, "w8a8", scale_dtype=torch.float32)
     folder = str(export_checkpoint(learner, tmp_path / "low", dtype=torch.float32))
     assert '"num_bits": 8' in printed(folder, "--max_lora_rank", "8")
-
-
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_a_server_computes_in_the_dtype_of_a_learner_here(tmp_path, printed, monkeypatch, is_fast):
-    monkeypatch.setattr("trl_qarl.quantization.gemm.has_fast_bf16", lambda: is_fast)
-    monkeypatch.setattr("trl_qarl.trainer.qarl_config.has_fast_bf16", lambda: is_fast)
-    bf16 = QaRLConfig(tmp_path / "out", use_cpu=True).bf16
-    assert f" --dtype {'bfloat16' if bf16 else 'float32'} " in printed(make_tiny_model(tmp_path)) and bf16 == is_fast
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from ..checks.architectures import (
 from ..checks.model import problems_of_body, problems_of_experts
 from ..engines.gpu_kernels import RELEASES, Gpu, choose_kernels
 from ..packages import install_hint, installed
-from ..quantization.gemm import has_fast_bf16, usual_dtype
+from ..quantization.gemm import has_fast_bf16
 from ..quantization.linear import QuantizedLinear
 from ..quantization.names import architecture
 from ..quantization.plan import QuantPlan, get_plan
@@ -249,7 +249,7 @@ def _try_engine(plan: QuantPlan) -> list[Diagnosis]:
 
     on_cpu = not torch.cuda.is_available()
     # `w4a8` runs only in bfloat16.
-    dtype = usual_dtype(on_cpu)
+    dtype = torch.float32 if on_cpu and not has_fast_bf16() else torch.bfloat16
     with tempfile.TemporaryDirectory() as folder:
         model = _tiny_model(folder).to("cpu" if on_cpu else "cuda")
         prepare_model(model, _in_small(plan), scale_dtype=dtype)

@@ -165,8 +165,3 @@ def _has_fp8_kernel(x_codes: torch.Tensor, w_codes: torch.Tensor) -> bool:
 def has_fast_bf16() -> bool:
     """Return whether this CPU multiplies bf16 natively (AVX512-BF16, AMX); else float32 is several times faster."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def usual_dtype(on_cpu: bool) -> torch.dtype:
-    """Return the dtype in which a run computes that names none."""
-    return torch.float32 if on_cpu and not has_fast_bf16() else torch.bfloat16

@@ -31,10 +31,8 @@ def make_parser(prog: str) -> ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="hub id or local directory; only configuration and tokenizer are read")
     add_plan_options(parser, default="w4a16")
-    text = (
-        "the learner's compute dtype: bfloat16 with bf16=True, float32 without (default: a learner's on this machine)"
-    )
-    add("--dtype", choices=["bfloat16", "float16", "float32"], help=text)
+    text = "the learner's compute dtype: bfloat16 with bf16=True, float32 without (default: %(default)s)"
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help=text)
     text = "for a learner that trains a LoRA adapter: its rank `r`, or a larger one"
     add("--max_lora_rank", type=int, metavar="RANK", help=text)
     text = "the learner's; `engine` makes an engine on a GPU slower and repeatable, as every engine is on a CPU"
@@ -68,12 +66,9 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         from ..engines.pictures import engine_arguments
         from ..engines.server_process import check_address
         from ..engines.spec import EngineSpec, added_fields
-        from ..quantization.gemm import usual_dtype
         from ..quantization.inventory import Inventory, layers_outside_decoder
         from ..sync.publisher import check_ranks, largest_chunk
 
-        if args.dtype is None:
-            args.dtype = str(usual_dtype(on_cpu=not torch.cuda.is_available())).removeprefix("torch.")
         model = shapes_of(args.model, args.trust_remote_code, "--model")
         names = {word.partition("=")[0].replace("_", "-") for word in vllm_args}
         needs_tokenizer = not ({"--tokenizer", "--skip-tokenizer-init"} & names or args.print_command)

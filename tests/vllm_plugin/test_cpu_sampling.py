@@ -1,5 +1,7 @@
 """Random sampling of an engine on a CPU."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -40,6 +42,8 @@ def test_logits_that_are_nan_give_a_token_of_the_vocabulary():
 @pytest.mark.vllm
 def test_vllm_samples_by_it_what_has_no_seed(monkeypatch):
     ops = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
+    if "fused_gumbel_argmax" in inspect.getsource(ops):
+        pytest.skip("vLLM 0.32 has a kernel that draws")
     monkeypatch.setattr(ops, "compiled_random_sample", ops.compiled_random_sample)
     register_sampling()
 

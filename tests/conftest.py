@@ -123,6 +123,15 @@ def quick_engines():
         yield
 
 
+@pytest.fixture
+def no_groups():
+    """Ends the process groups of an earlier engine in this process."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
 @pytest.fixture(scope="session")
 def warm():
     """The processes from which commands and servers are forked."""

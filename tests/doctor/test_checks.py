@@ -145,6 +145,7 @@ DBRX = {
     ],
 )
 @pytest.mark.vllm
+@pytest.mark.usefixtures("no_groups")
 def test_one_line_says_if_a_model_trains_with_vllm(arch, fields, level, verdict):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(make_tiny_config(arch, **fields))

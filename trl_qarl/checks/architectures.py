@@ -161,16 +161,14 @@ def problem_of_trial(model: Any, dtype: torch.dtype | None) -> str | None:
     """Return why the installed vLLM cannot make its class of a model in `dtype`, load the model's checkpoints into it,
     or computes other rotations or experts; `None` otherwise, and where this cannot be tried. The class is made from
     the configuration alone, on the meta device, and loads tensors without values."""
-    if find_spec("vllm") is None or has_own_code(model):
+    # Groups of processes are those of an earlier engine, or of the training.
+    if find_spec("vllm") is None or torch.distributed.is_initialized() or has_own_code(model):
         return None
-    from vllm.distributed.parallel_state import model_parallel_is_initialized
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.platforms import current_platform
 
-    has_groups = torch.distributed.is_initialized()
-    is_of_others = has_groups and (torch.distributed.get_world_size() > 1 or not model_parallel_is_initialized())
     # Never run on a GPU, where an error of the trial itself would refuse a model that trains.
-    if is_of_others or not current_platform.is_cpu():
+    if not current_platform.is_cpu():
         return None
     name = type(model).__name__
     if model.device.type != "meta":
@@ -250,10 +248,6 @@ def _groups_of_one(folder: str) -> Iterator[None]:
     """Give vLLM process groups of this process alone, which its layers ask for ranks. Their store is in `folder`."""
     from vllm.distributed import parallel_state
 
-    if parallel_state.model_parallel_is_initialized():
-        # Of an engine that runs in this process.
-        yield
-        return
     try:
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         parallel_state.initialize_model_parallel()

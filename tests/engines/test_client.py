@@ -53,6 +53,7 @@ REQUESTS = {
 CONTROL = ("/pause", "/collective_rpc", "/update_weights", "/finish_weight_update", "/reset_prefix_cache")
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("status", [404, 302])
 def test_a_server_that_stays_away_is_named_with_the_reason(server, status):
     server.failure = status

@@ -204,6 +204,7 @@ def _made_by_vllm(model: Any, dtype: torch.dtype) -> nn.Module:
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
     make_table = RotaryEmbeddingBase.__init__
 
@@ -223,7 +224,7 @@ def _made_by_vllm(model: Any, dtype: torch.dtype) -> nn.Module:
         stack.enter_context(replaced(RotaryEmbeddingBase, __init__=make_table_with_values))
         stack.enter_context(set_current_vllm_config(config))
         stack.enter_context(_groups_of_one(folder))
-        stack.enter_context(_default_dtype(dtype))
+        stack.enter_context(set_default_torch_dtype(dtype))
         with torch.device("meta"):
             made = initialize_model(config)
             made.load_weights(iter_checkpoint_tensors(model, dtype))
@@ -255,16 +256,6 @@ def _groups_of_one(folder: str) -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def problem_of_processor(folder: str, config: Any) -> str | None:

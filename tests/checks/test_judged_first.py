@@ -554,6 +554,23 @@ def test_pictures_that_fit_are_counted_in_order(problems):
     assert not [each for each in problems(train_dataset=data) if "Row" in each]
 
 
+@pytest.mark.parametrize("column", ["image", "images", "texts"])
+def test_a_picture_that_is_no_file_is_named_before_loading(problems, tmp_path, column):
+    there = str(tmp_path / "there.png")
+    draw(0).save(there)
+    paths = [there, str(tmp_path / "missing.png"), "https://example.com/0.png"]
+    prompts = [[{"role": "user", "content": "What?"}]] * len(paths)
+    data = Dataset.from_dict({"prompt": prompts, "image": paths})
+    if column != "texts":
+        data = data.cast_column("image", Image())
+    if column == "images":
+        data = Dataset.from_dict({"prompt": prompts, "images": [[there, path] for path in paths]})
+        data = data.cast_column("images", List(Image()))
+    (found,) = [each for each in problems(train_dataset=data) if "not a file" in each]
+    assert found.startswith(f"The training dataset names the picture {paths[1]!r}")
+    assert not [each for each in problems(train_dataset=data.select([2, 0])) if "not a file" in each]
+
+
 def test_a_context_that_vllm_takes_is_not_refused(tiny_model, tmp_path, monkeypatch):
     model, options = on_meta(tiny_model), COLOCATED | {"vllm_max_model_length": 1025}
     # The context of another's server is its own.

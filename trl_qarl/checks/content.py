@@ -4,12 +4,14 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from copy import copy
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import trl.rewards
 from datasets import Dataset, Image, IterableDataset
 from pyarrow import compute
+from pyarrow.types import is_struct
 from torch import nn
 from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
@@ -48,13 +50,42 @@ def _problems_of_pictures(dataset: Any, name_of_data: str) -> Iterator[str]:
         if _is_prompt(prompt) and (problem := _problem_of_number(prompt, number)):
             yield f"Row {row} of the {name_of_data} dataset {problem}"
             return
+    if missing := next((path for path in _paths_of_pictures(dataset) if not Path(path).is_file()), None):
+        yield f"The {name_of_data} dataset names the picture {missing!r}, which is not a file here. Give its whole path."
+
+
+def _paths_of_pictures(dataset: Any) -> Iterator[str]:
+    """Yield the local paths by which a dataset names pictures, relative ones to the working directory."""
+    name = _column_of_pictures(dataset)
+    if name is None:
+        return
+    column = dataset.data.column(name)
+    rows = range(len(column)) if dataset._indices is None else dataset._indices.column(0).to_pylist()
+    if name == "images":
+        ends = [0, *accumulate(length or 0 for length in compute.list_value_length(column).to_pylist())]
+        rows = [place for row in rows for place in range(ends[row], ends[row + 1])]
+        column = compute.list_flatten(column)
+    if is_struct(column.type):
+        # Alone, these fields do not copy the bytes of pictures.
+        has_bytes = compute.is_valid(compute.struct_field(column, "bytes"))
+        column = compute.if_else(has_bytes, None, compute.struct_field(column, "path"))
+    texts = column.to_pylist() if "string" in str(column.type) else []
+    for text in map(texts.__getitem__, rows if texts else ()):
+        # An address, of an archive too, has "://", and base64 has no point.
+        if text is not None and "." in text and "://" not in text and not text.startswith("data:"):
+            yield text
+
+
+def _column_of_pictures(dataset: Any) -> str | None:
+    """Return the column from which TRL reads pictures, `None` without one or for other data than a `Dataset`."""
+    # TRL looks for `images` first.
+    return max(columns_among(PICTURE_COLUMNS, [dataset]), default=None) if isinstance(dataset, Dataset) else None
 
 
 def _numbers_of_pictures(dataset: Any) -> list[int | None]:
     """Return the number of pictures of each row, unread, `None` for a row with `None`; `[]` without a column."""
-    # TRL looks for `images` first.
-    name = max(columns_among(PICTURE_COLUMNS, [dataset]), default=None)
-    if name is None or not isinstance(dataset, Dataset):
+    name = _column_of_pictures(dataset)
+    if name is None:
         return []
     # A format of `datasets` would copy the bytes of the pictures.
     column = dataset.data.column(name)

@@ -55,6 +55,7 @@ def test_type_checking_imports_match_the_lazy_ones():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_who_imports_torchao_first_hears_what_it_says():
     code = f"""
 import logging, os, sys, torch

@@ -136,6 +136,7 @@ def test_a_signal_to_the_train_command_ends_the_trainer(train, tmp_path, prefix,
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.parametrize("prefix", [as_process_1])
 def test_sigterm_to_the_command_ends_both_ranks(train, tmp_path, prefix):

@@ -95,8 +95,8 @@ def broken_torchvision(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [
-        "from trl_qarl import QaRLTrainer",
-        "import trl_qarl.cli as c, sys; sys.exit(c.main(['doctor']))",
+        pytest.param("from trl_qarl import QaRLTrainer", marks=pytest.mark.nightly),
+        pytest.param("import trl_qarl.cli as c, sys; sys.exit(c.main(['doctor']))", marks=pytest.mark.nightly),
         "import trl_qarl.cli as c, sys; sys.exit(c.main('train --model_name_or_path m --reward_funcs accuracy_reward '"
         "'--dataset_name d --output_dir o'.split()))",
     ],

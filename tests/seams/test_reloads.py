@@ -42,13 +42,13 @@ CASES = [
     ("qwen3", "w8a8", (8, 0), {}, INT8),
     ("qwen2", "fp8", (8, 9), {}, FP8),
     ("llama", "w4a8", (9, 0), {}, "CutlassW4A8LinearKernel"),
-    ("qwen2_moe", "w4a16", (8, 0), {}, "MarlinExperts"),
     ("qwen3_moe", "fp8", (9, 0), {}, "TritonOrCutlassExperts"),
     # Over NCCL, with a queue in its place.
     ("qwen3", "w4a16", (9, 0), {"nccl": True}, MACHETE),
 ]
 # Kernels and paths of the same kind.
 OTHERS = [
+    ("qwen2_moe", "w4a16", (8, 0), {}, "MarlinExperts"),
     ("qwen2", "w4a16", (8, 0), {}, MARLIN),
     ("qwen2", "w8a16", (8, 9), {}, MARLIN),
     ("qwen2", "w4a16", (9, 0), {}, MACHETE),

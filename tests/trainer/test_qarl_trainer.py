@@ -47,6 +47,7 @@ print(before, page_faults())
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trainer_on_a_cpu_keeps_freed_memory(tiny_model, tmp_path):
     """In a process of its own: one that has trained before keeps free memory."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}

@@ -23,9 +23,9 @@ KERNELS = {INT8: "dynamic_scaled_int8_quant", E4M3: "quantize_fp8e4m3_vec"}
 EXPANDED = "expanded once + vLLM's product of unquantized layers"
 
 
-def make(name, shape):
+def make(name, shape, dtype=torch.bfloat16):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return LowBitTensor.from_hp(weight, get_scheme(name), torch.bfloat16)
+    return LowBitTensor.from_hp(weight, get_scheme(name), dtype)
 
 
 def has_kernel(name):
@@ -221,12 +221,13 @@ def test_a_kernel_that_is_not_row_invariant_is_not_used(monkeypatch):
 )
 def test_weights_are_expanded_if_the_host_has_the_memory(monkeypatch, caplog, scheme, num_copies, is_trained, needed):
     monkeypatch.setattr(products.gemm, "has_fast_bf16", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.LayerNorm(48))
     prepare_model(model, get_scheme(scheme, 32) if "4" in scheme else scheme, scale_dtype=torch.bfloat16)
     for free, form in ((needed, "expanded"), (needed - 1, "packed")):
         monkeypatch.setattr(products.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
         with caplog.at_level("INFO", "trl_qarl.bitwise.low_bit"):
-            assert products.choose_cpu_weights(model, num_copies, is_trained) == form
+            assert products.choose_cpu_weights(model, torch.bfloat16, num_copies, is_trained) == form
         assert f"on this CPU are {form}: expanded they take" in caplog.messages[-1]
     if not is_trained:
         # Without bf16 instructions copies have 4 bytes per weight, and so have those of the norm's 96 weights.
@@ -234,11 +235,37 @@ def test_weights_are_expanded_if_the_host_has_the_memory(monkeypatch, caplog, sc
         needed = 2 * needed - 2 * 2080
         for free, form in ((needed, "expanded"), (needed - 1, "packed")):
             monkeypatch.setattr(products.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
-            assert products.choose_cpu_weights(model, num_copies, is_trained) == form
+            assert products.choose_cpu_weights(model, torch.bfloat16, num_copies, is_trained) == form
     # Two processes of this host share the memory.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(products.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * needed - 1))
-    assert products.choose_cpu_weights(model, num_copies, is_trained) == "packed"
+    assert products.choose_cpu_weights(model, torch.bfloat16, num_copies, is_trained) == "packed"
+
+
+@pytest.mark.parametrize(("form", "is_kept"), [("expanded", True), ("packed", False)])
+def test_an_engine_without_a_repeated_product_expands_once(monkeypatch, form, is_kept):
+    monkeypatch.setenv(CPU_WEIGHTS_VARIABLE, form)
+    low_bit, rows = make("w4a16", (64, 128), torch.float32), torch.randn(300, 128)
+    product = products.multiplication(low_bit, torch.float32)
+    expected = products.gemm.low_bit_linear(rows, make("w4a16", (64, 128), torch.float32), None)[0]
+    calls, unpack = [], type(low_bit.format).unpack
+    monkeypatch.setattr(type(low_bit.format), "unpack", lambda *args: calls.append(args) or unpack(*args))
+    for _ in range(3):
+        assert (product(rows, None) - expected).abs().max() < 1e-4
+    assert len(calls) == (1 if is_kept else 3)
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [("w8a8", torch.bfloat16), ("w4a8-int8", torch.float32)])
+def test_codes_without_a_kernel_for_them_are_expanded(monkeypatch, scheme, dtype):
+    """INT8 codes without VNNI, and INT4 codes in float32."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: dtype is torch.float32)
+    monkeypatch.setattr(products.gemm, "has_fast_bf16", lambda: False)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False))
+    prepare_model(model, scheme, scale_dtype=torch.bfloat16)
+    needed = 4 * 2048 + 2 * 2048
+    for free, form in ((needed, "expanded"), (needed - 1, "packed")):
+        monkeypatch.setattr(products.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        assert products.choose_cpu_weights(model, dtype) == form
 
 
 def test_the_environment_overrides_the_form_that_was_chosen(monkeypatch):

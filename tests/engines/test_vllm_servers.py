@@ -43,7 +43,7 @@ def two_servers(tmp_path_factory, warm):
             port = free_port()
             spec, options = EngineSpec.of(model, torch.bfloat16), ["--max-model-len", "128", "--seed", seed]
             argv, environment = build_server_command(spec, port=port, on_cpu=True, vllm_args=options)
-            environment[CPU_WEIGHTS_VARIABLE] = choose_cpu_weights(model, 2, is_trained=True)
+            environment[CPU_WEIGHTS_VARIABLE] = choose_cpu_weights(model, torch.bfloat16, 2, is_trained=True)
             process = processes[f"http://127.0.0.1:{port}"] = ServerProcess(argv, environment, folder / f"{port}.log")
             process.token = token
             stack.callback(process.stop)

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,9 +37,9 @@ PACKED["w8a16"] = "aten::_weight_int8pack_mm"
 
 
 def kernels_of(name, is_native):
-    """Names of the kernels that run on a processor with instructions for bfloat16, or on one without."""
+    """Names of the kernels that run on a processor with instructions for bfloat16 and VNNI, or on one without."""
     if name == "w8a8":
-        return {"aten::_int_mm", "float32 product of INT8 codes (exact)"}
+        return {"float32 product of INT8 codes (exact)"} | ({"aten::_int_mm"} if is_native else set())
     dtypes = ("float32", "bfloat16") if is_native else ("float32",)
     expanded = {f"{WEIGHTS[name]} expanded to {dtype} + aten::linear" for dtype in dtypes}
     return expanded | ({PACKED[name]} if name in PACKED else set())
@@ -137,6 +138,29 @@ def test_the_row_invariant_product_is_row_invariant(monkeypatch, name, dtype, ha
         assert len(names) == 1, "one kernel for any number of rows"
         for rows, y in results.items():
             assert torch.equal(y, results[200][-rows:]), (out_features, in_features, rows, kernel)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "fp8", "w8a8"])
+def test_decoding_expands_a_weight_once_and_training_drops_it(monkeypatch, name):
+    monkeypatch.setattr(gemm, "_has_vnni", lambda: False)
+    layer = make_layer(name, 48, 64, torch.float32)
+    low_bit, calls, x = layer.low_bit_weight(), [], torch.randn(gemm.COPY_MAX_ROWS, 64)
+    unpack = type(low_bit.format).unpack
+    monkeypatch.setattr(type(low_bit.format), "unpack", lambda *args: calls.append(args) or unpack(*args))
+    with torch.no_grad():
+        first, _, second = layer(x), layer(x[:1]), layer(x)
+        assert torch.equal(first, second) and len(calls) == 1
+        # A pass of many rows, as in scoring, uses the copy.
+        layer(torch.cat([x, x]))
+        assert len(calls) == 1
+    layer(x).sum().backward()
+    assert low_bit._kept == {}
+    with torch.no_grad():
+        layer(torch.cat([x, x]))
+        assert low_bit._kept == {}
+        memory = SimpleNamespace(available=2**20, total=2**24)
+        monkeypatch.setattr(gemm.psutil, "virtual_memory", lambda: memory)
+        assert torch.equal(layer(x), first) and low_bit._kept == {}
 
 
 DOCUMENTED = re.findall(

@@ -120,7 +120,9 @@ def make_engine_apply(name, low_bit, dtype, shape):
 @pytest.mark.parametrize("has_native_instructions", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["w4a16", "mxfp4a16", "nvfp4a16", "w8a16", "w8a8", "w4a8-int8"])
-def test_the_engines_prefill_equals_its_decode_bit_for_bit(monkeypatch, name, dtype, has_native_instructions):
+def test_the_engines_prefill_equals_its_decode(monkeypatch, name, dtype, has_native_instructions):
+    """Bit for bit where a learner may repeat the engine, and where sums are of integers."""
+    is_exact = name == "w8a8" or (dtype is torch.bfloat16 and cpu.reason_not_to_call() is None)
     monkeypatch.setattr(gemm, "_has_vnni", lambda: has_native_instructions)
     monkeypatch.setattr(gemm, "has_fast_bf16", lambda: has_native_instructions)
     if not has_native_instructions:
@@ -133,7 +135,12 @@ def test_the_engines_prefill_equals_its_decode_bit_for_bit(monkeypatch, name, dt
         # Decode first: what a layer keeps must serve both.
         decode = torch.cat([apply(row, bias) for row in x[:64].split(1)])
         for rows in (16, 17, 33, 64, 300):
-            assert torch.equal(apply(x[:rows], bias)[:64], decode[:rows]), (shape, rows)
+            prefill = apply(x[:rows], bias)[:64]
+            if is_exact:
+                assert torch.equal(prefill, decode[:rows]), (shape, rows)
+            else:
+                expected = decode[:rows].float()
+                assert (prefill.float() - expected).norm() < 32 * torch.finfo(dtype).eps * expected.norm()
         exact = x.double() @ low_bit.dequantize(torch.float64).t() + bias
         error = (apply(x, bias).double() - exact).norm() / exact.norm()
         assert error < (2e-2 if name in ("w8a8", "w4a8-int8") else 5e-3)

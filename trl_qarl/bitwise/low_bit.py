@@ -7,6 +7,7 @@ have to agree, so an engine reports its products ([`describe_arithmetic`]).
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -50,8 +51,12 @@ def multiply(rows: torch.Tensor, low_bit: LowBitTensor, bias: torch.Tensor | Non
 
 def multiplication(low_bit: LowBitTensor, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     """Return [`multiply`] of rows in `dtype` and a bias with `low_bit`, for an engine that calls it many times."""
-    learners_own = partial(gemm.low_bit_linear, weight=low_bit, row_invariant=True)
-    return _product_of(low_bit, dtype) or (lambda rows, bias: learners_own(rows, bias=bias)[0])
+    if product := _product_of(low_bit, dtype):
+        return product
+    is_repeated = dtype is torch.bfloat16 and reason_not_to_call() is None
+    options = {"row_invariant": is_repeated, "copy_max_rows": 0 if cpu_weights() == "packed" else sys.maxsize}
+    learners_own = partial(gemm.low_bit_linear, weight=low_bit, **options)
+    return lambda rows, bias: learners_own(rows, bias=bias)[0]
 
 
 def _product_of(low_bit: LowBitTensor, dtype: torch.dtype) -> Any:
@@ -85,9 +90,10 @@ def use_cpu_weights(form: str) -> None:
     _chosen = form
 
 
-def choose_cpu_weights(model: nn.Module, num_copies: int = 1, is_trained: bool = False) -> str:
+def choose_cpu_weights(model: nn.Module, dtype: torch.dtype, num_copies: int = 1, is_trained: bool = False) -> str:
     """Return `"expanded"` if `num_copies` expanded copies of the quantized layers of `model`, which may be on the meta
-    device, fit into the free memory of this host next to everything else, else `"packed"`; log the choice. Everything
+    device, for activations in `dtype`, fit into the free memory of this host next to everything else, else `"packed"`;
+    log the choice. Everything
     else are gradients and two moments if the model `is_trained` here, or the rest of an engine. Processes that a
     launcher started on this host share the memory. The environment overrides the choice."""
     if form := os.environ.get(CPU_WEIGHTS_VARIABLE):
@@ -95,11 +101,11 @@ def choose_cpu_weights(model: nn.Module, num_copies: int = 1, is_trained: bool =
     inventory = Inventory.of(model)
     # Layers of a base that is quantized already are known once it is loaded.
     sizes = [
-        0 if layer.scheme.activation == INT8 else weight.shape.numel()
+        0 if _reads_codes(layer.scheme, dtype) else weight.shape.numel()
         for layer in inventory.layers.values()
         for weight in layer.quantized_weights.values()
     ] or [module.weight.numel() for module in inventory.quantizable.values() if isinstance(module, nn.Linear)]
-    size = torch.bfloat16.itemsize if gemm.has_fast_bf16() else torch.float32.itemsize
+    size = dtype.itemsize if gemm.has_fast_bf16() else torch.float32.itemsize
     needed = size * sum(sizes) * num_copies
     layers = (inventory.layers or inventory.quantizable).values()
     in_low_bits = {id(p) for module in layers for p in module.parameters()}
@@ -116,6 +122,12 @@ def choose_cpu_weights(model: nn.Module, num_copies: int = 1, is_trained: bool =
         *(form, needed >> 20, reserved >> 20, free >> 20),
     )
     return form
+
+
+def _reads_codes(scheme: QuantScheme, dtype: torch.dtype) -> bool:
+    """Return whether a product by INT8 activations on this CPU needs no expanded weight."""
+    has_kernel = scheme.container == INT8_CODES or dtype is torch.bfloat16
+    return scheme.activation == INT8 and has_kernel and torch.cpu._is_vnni_supported()
 
 
 def describe_arithmetic() -> dict[str, Any]:

@@ -165,5 +165,6 @@ def server_process(args, spec: EngineSpec, model: nn.Module, chunk_bytes: int) -
         vllm_args=vllm_args,
     )
     if on_cpu:
-        environment[CPU_WEIGHTS_VARIABLE] = choose_cpu_weights(model, 1 + has_engine_numerics(model), is_trained=True)
+        dtype, copies = getattr(torch, spec.dtype), 1 + has_engine_numerics(model)
+        environment[CPU_WEIGHTS_VARIABLE] = choose_cpu_weights(model, dtype, copies, is_trained=True)
     return ServerProcess(argv, environment, Path(args.output_dir) / "vllm_server.log")

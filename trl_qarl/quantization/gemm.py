@@ -10,12 +10,16 @@ and 128 output channels, because BLAS chooses the order of summation by their nu
 
 On a CPU the thresholds, here and in `formats/`, are where the measured times cross (benchmarks/learner.md). PyTorch
 has no product of FP8, or of INT4 by INT8, for x86 processors: activations are dequantized, rounded to the compute
-dtype as for the gradient, and go through a weight-only product.
+dtype as for the gradient, and go through a weight-only product. Expanding a weight takes ten times as long as a
+product of one row, so a CPU keeps the expanded weight of few rows, as in decoding, until training begins.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
+from operator import methodcaller
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch.cpu import _is_vnni_supported as _has_vnni
@@ -25,7 +29,7 @@ from .quantize import dequantize_activation, quantize_activation
 from .schemes import QuantScheme
 
 
-INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI = 256
+COPY_MAX_ROWS = 256
 # A multiple of BLAS' tiles of 6, 8, 12, 16 and 24 rows, so that no tile is incomplete.
 ROW_INVARIANT_BLOCK = 48
 # BLAS in float32, and oneDNN with AMX, split a long sum depending on the number of output channels. An engine holds
@@ -42,8 +46,16 @@ FP8_KERNEL = "aten::_scaled_mm (row-wise FP8)"
 FP8_KERNEL_TO_FLOAT32 = "aten::_scaled_mm (FP8 to float32)"
 
 
+_EXPAND = {dtype: methodcaller("dequantize", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+_EXPAND_CODES = methodcaller("codes", torch.float32)
+
+
 def low_bit_linear(
-    x: torch.Tensor, weight: Any, bias: torch.Tensor | None, row_invariant: bool = False
+    x: torch.Tensor,
+    weight: Any,
+    bias: torch.Tensor | None,
+    row_invariant: bool = False,
+    copy_max_rows: int = COPY_MAX_ROWS,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], str]:
     """
     Multiply activations `(M, K)` in the compute dtype by a `LowBitTensor` `(N, K)`, without recording a gradient.
@@ -51,21 +63,41 @@ def low_bit_linear(
     Return `x @ w'.T + bias` in the dtype of `x`; the tensors from which backward rebuilds the product's activations,
     codes and scale or only `(M, K)` in high precision; and the kernel's name. A bias `(N,)` of any floating dtype is
     added in the compute dtype. On a CPU, `row_invariant` asks for one kernel for any number of rows, with which no row
-    changes another's result.
+    changes another's result, and a weight that is expanded for at most `copy_max_rows` rows is kept in that form while
+    memory is free, until [`drop_copies`].
     """
     # Under autocast a product of float32 operands would silently run in bf16.
     with torch.autocast(x.device.type, enabled=False):
         if weight.scheme.activation is None:
-            y, kernel = _weight_only_linear(x, weight, bias, row_invariant)
+            y, kernel = _weight_only_linear(x, weight, bias, row_invariant, copy_max_rows)
             return y, (x,), kernel
         codes, scale = quantize_activation(x, weight.scheme)
         weight = weight.gemm_weight()
         if weight.qdata.dtype is torch.int8 or _has_fp8_kernel(codes, weight.qdata):
-            product, kernel = low_bit_matmul(codes, weight.qdata, scale, weight.scale, x.dtype)
+            operand = weight.qdata
+            if codes.dtype is torch.int8 and not _has_int8_kernel(codes, operand):
+                operand = _copy(weight, _EXPAND_CODES, len(codes), copy_max_rows)
+            product, kernel = low_bit_matmul(codes, operand, scale, weight.scale, x.dtype)
             return _add_bias(product, bias), (codes, scale), kernel
         rows = dequantize_activation(codes, scale, x.dtype)
-        y, kernel = _weight_only_linear(rows, weight, bias, row_invariant)
+        y, kernel = _weight_only_linear(rows, weight, bias, row_invariant, copy_max_rows)
         return y, (rows,), kernel
+
+
+def _copy(weight: Any, expand: Callable[[Any], torch.Tensor], num_rows: int, max_rows: int) -> torch.Tensor:
+    """Return `expand(weight)`, the copy that is kept, if there is one."""
+    if not weight.has_cached(expand):
+        memory = psutil.virtual_memory()
+        has_room = memory.available - 4 * weight.numel() > memory.total // 10
+        if num_rows > max_rows or not has_room or weight.device.type != "cpu":
+            return expand(weight)
+    return weight.cached(expand)
+
+
+def drop_copies(weight: Any) -> None:
+    """Drop the expanded copies of a `LowBitTensor` that [`low_bit_linear`] keeps."""
+    for expand in (*_EXPAND.values(), _EXPAND_CODES):
+        weight.drop(expand)
 
 
 def low_bit_matmul(
@@ -76,7 +108,8 @@ def low_bit_matmul(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, str]:
     """Return `dtype((x_codes @ w_codes.T) * x_scale * w_scale)`, `(M, N)`, and the kernel's name, for codes `(M, K)`
-    and `(N, K)` of int8 or, on GPUs that multiply them, float8_e4m3fn, and float32 scales `(M, 1)` and `(N, 1)`."""
+    and `(N, K)` of int8 or, on GPUs that multiply them, float8_e4m3fn, and float32 scales `(M, 1)` and `(N, 1)`.
+    Codes of a weight by INT8 activations may be float32."""
     if x_codes.dtype is torch.int8:
         accumulated, kernel = _int8_matmul(x_codes, w_codes)
     elif dtype is torch.bfloat16:
@@ -91,14 +124,14 @@ def low_bit_matmul(
     return accumulated.float().mul_(x_scale).mul_(w_scale.t()).to(dtype), kernel
 
 
-def _weight_only_linear(x, weight, bias, row_invariant):
+def _weight_only_linear(x, weight, bias, row_invariant, copy_max_rows):
     if found := format_of(weight.scheme.container).multiply(x, weight, row_invariant):
         product, name = found
         return _add_bias(product, bias), name
     dtype = x.dtype
     if x.device.type == "cpu" and dtype is not torch.float32 and not has_fast_bf16():
         dtype = torch.float32
-    dense = weight.dequantize(dtype)
+    dense = _copy(weight, _EXPAND[dtype], len(x), copy_max_rows)
     name = expanded_name(EXPANDED, weight.scheme, dtype)
     if row_invariant:
         return _add_bias(linear_in_blocks(x.to(dtype), dense).to(x.dtype), bias), f"{name} in blocks of rows"
@@ -137,16 +170,22 @@ def _add_bias(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return product if bias is None else product.add_(bias.to(product.dtype))
 
 
-def _int8_matmul(x_codes: torch.Tensor, w_codes: torch.Tensor) -> tuple[torch.Tensor, str]:
-    rows = x_codes.shape[0]
+def _has_int8_kernel(x_codes: torch.Tensor, w_codes: torch.Tensor) -> bool:
+    if w_codes.dtype is not torch.int8:
+        return False
     if x_codes.is_cuda:
-        if w_codes.shape[0] % 8 == 0 and w_codes.shape[1] % 8 == 0:
-            # cuBLAS needs more than 16 rows.
-            padded = F.pad(x_codes, (0, 0, 0, 32 - rows)) if rows <= 16 else x_codes
-            return torch._int_mm(padded, w_codes.t())[:rows], INT8_KERNEL
-    # A weight `(N, 1)` has the strides of a transposed one, for which `_int_mm` leaves its output uninitialized.
-    elif w_codes.shape[1] > 1 and (_has_vnni() or rows <= INT8_KERNEL_MAX_ROWS_WITHOUT_VNNI):
-        return torch._int_mm(x_codes, w_codes.t()), INT8_KERNEL
+        return w_codes.shape[0] % 8 == 0 and w_codes.shape[1] % 8 == 0
+    # A weight `(N, 1)` has the strides of a transposed one, for which `_int_mm` leaves its output uninitialized, and
+    # without VNNI the kernel is a scalar loop.
+    return w_codes.shape[1] > 1 and _has_vnni()
+
+
+def _int8_matmul(x_codes: torch.Tensor, w_codes: torch.Tensor) -> tuple[torch.Tensor, str]:
+    if _has_int8_kernel(x_codes, w_codes):
+        rows = len(x_codes)
+        # cuBLAS needs more than 16 rows.
+        padded = F.pad(x_codes, (0, 0, 0, 32 - rows)) if x_codes.is_cuda and rows <= 16 else x_codes
+        return torch._int_mm(padded, w_codes.t())[:rows], INT8_KERNEL
     blocks = zip(x_codes.split(EXACT_FLOAT32_FEATURES, 1), w_codes.split(EXACT_FLOAT32_FEATURES, 1), strict=True)
     product = sum(F.linear(x.float(), w.float()).to(torch.int32) for x, w in blocks)
     return product, INT8_IN_FLOAT32

@@ -19,7 +19,7 @@ from typing_extensions import override
 from .formats.base import Format
 from .formats.int4_packed import fp8_gemm_weight
 from .formats.registry import format_of
-from .gemm import low_bit_linear
+from .gemm import drop_copies, low_bit_linear
 from .quantize import dequantize_activation, quantize_weight
 from .schemes import Container, Grid, QuantScheme, get_scheme
 
@@ -165,6 +165,10 @@ class LowBitTensor(TorchAOBaseTensor):
             self._kept[make] = operands
         return operands
 
+    def has_cached(self, make: Callable[["LowBitTensor"], Any]) -> bool:
+        """Return whether the result of `make` is kept."""
+        return make in self._kept
+
     def drop(self, make: Callable[["LowBitTensor"], Any]) -> None:
         """Drop the result of `make` from [`~LowBitTensor.cached`]."""
         self._kept.pop(make, None)
@@ -231,6 +235,7 @@ def straight_through_linear(
     if needs_grad:
         weight.format.release(rows, weight)
         y = _StraightThroughLinear.apply(rows, master, bias, weight, product)
+        drop_copies(weight)
     else:
         y = product(rows, weight, bias)[0]
     return y.view(*x.shape[:-1], y.shape[-1])

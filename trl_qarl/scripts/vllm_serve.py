@@ -99,7 +99,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
         if not torch.cuda.is_available():
-            environment[CPU_WEIGHTS_VARIABLE] = choose_cpu_weights(model)
+            environment[CPU_WEIGHTS_VARIABLE] = choose_cpu_weights(model, getattr(torch, args.dtype))
     directory = environment.get(TRANSFER_DIR_VARIABLE) or str(default_transfer_dir(args.port))
     token_file = os.path.abspath(args.token_file or os.path.join(directory, TOKEN_FILE_NAME))
     environment[TOKEN_FILE_VARIABLE] = token_file

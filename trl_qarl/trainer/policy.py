@@ -220,13 +220,14 @@ class Policy:
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else model.dtype
 
     def _choose_cpu_weights(self) -> None:
-        """Choose the form of weights in products of vLLM's kernels on a CPU; a learner follows a server's choice."""
+        """Choose the form of weights in products of an engine on a CPU; a learner follows a server's choice."""
         args, is_local = self.args, self.args.is_colocated
         # Gathered weights are not kept.
         is_learner = self.numerics == "engine" and self._sharded_by is None and (is_local or not args.use_vllm)
         # Where FSDP2 will shard the model, it is still on the CPU.
-        if args.device.type == "cpu" and self.dtype is torch.bfloat16 and (is_local or is_learner):
-            low_bit.use_cpu_weights(low_bit.choose_cpu_weights(self.model, is_local + is_learner, is_trained=True))
+        if args.device.type == "cpu" and (is_local or is_learner):
+            copies = is_local + is_learner
+            low_bit.use_cpu_weights(low_bit.choose_cpu_weights(self.model, self.dtype, copies, is_trained=True))
 
     def set_precision(self, precision: int | None) -> bool:
         """Run learner and reference at a number of bits, `None` for the bits of their schemes. Return whether the

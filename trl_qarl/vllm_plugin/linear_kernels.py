@@ -12,7 +12,8 @@ Linear kernels for vLLM with the learner's products, where vLLM's kernels cannot
 
 They are chosen only in an engine that receives its weights through [`trl_qarl.vllm_plugin.weight_transfer`]; those of
 the first three rows also serve exports in float32 or FP4 in any engine, because vLLM has no kernel for them, and INT8
-codes on processors without VNNI, on which oneDNN's sums saturate. A layer has one kernel for any number of rows, so prefill and decode of the engine give the same bits.
+codes on processors without VNNI, on which oneDNN's sums saturate. Where a learner may repeat the engine, a layer has
+one kernel for any number of rows, so prefill and decode give the same bits; elsewhere it has the fastest.
 
 On a GPU they are chosen only in an engine that also runs eagerly with `VLLM_BATCH_INVARIANT=1`, so that a learner
 repeats it bit for bit (`numerics="engine"`). vLLM 0.31 has no such product of INT4 weights (Marlin), and the tiling of

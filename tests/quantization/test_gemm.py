@@ -140,11 +140,11 @@ def test_the_row_invariant_product_is_row_invariant(monkeypatch, name, dtype, ha
             assert torch.equal(y, results[200][-rows:]), (out_features, in_features, rows, kernel)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "fp8", "w8a8"])
+@pytest.mark.parametrize("name", ["w4a16", "fp8", "w8a8", "w4a8"])
 def test_decoding_expands_a_weight_once_and_training_drops_it(monkeypatch, name):
     monkeypatch.setattr(gemm, "_has_vnni", lambda: False)
-    layer = make_layer(name, 48, 64, torch.float32)
-    low_bit, calls, x = layer.low_bit_weight(), [], torch.randn(gemm.COPY_MAX_ROWS, 64)
+    layer = make_layer(name, 48, 128, torch.float32)
+    low_bit, calls, x = layer.low_bit_weight().gemm_weight(), [], torch.randn(gemm.COPY_MAX_ROWS, 128)
     unpack = type(low_bit.format).unpack
     monkeypatch.setattr(type(low_bit.format), "unpack", lambda *args: calls.append(args) or unpack(*args))
     with torch.no_grad():

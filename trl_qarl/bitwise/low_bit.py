@@ -93,9 +93,8 @@ def use_cpu_weights(form: str) -> None:
 def choose_cpu_weights(model: nn.Module, dtype: torch.dtype, num_copies: int = 1, is_trained: bool = False) -> str:
     """Return `"expanded"` if `num_copies` expanded copies of the quantized layers of `model`, which may be on the meta
     device, for activations in `dtype`, fit into the free memory of this host next to everything else, else `"packed"`;
-    log the choice. Everything
-    else are gradients and two moments if the model `is_trained` here, or the rest of an engine. Processes that a
-    launcher started on this host share the memory. The environment overrides the choice."""
+    log the choice. Everything else are gradients and two moments if the model `is_trained` here, or the rest of an
+    engine. Processes that a launcher started on this host share the memory. The environment overrides the choice."""
     if form := os.environ.get(CPU_WEIGHTS_VARIABLE):
         return form
     inventory = Inventory.of(model)

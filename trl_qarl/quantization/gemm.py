@@ -46,7 +46,8 @@ FP8_KERNEL = "aten::_scaled_mm (row-wise FP8)"
 FP8_KERNEL_TO_FLOAT32 = "aten::_scaled_mm (FP8 to float32)"
 
 
-_EXPAND = {dtype: methodcaller("dequantize", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_EXPAND = {dtype: methodcaller("dequantize", dtype) for dtype in _DTYPES}
 _EXPAND_CODES = methodcaller("codes", torch.float32)
 
 
@@ -86,18 +87,20 @@ def low_bit_linear(
 
 def _copy(weight: Any, expand: Callable[[Any], torch.Tensor], num_rows: int, max_rows: int) -> torch.Tensor:
     """Return `expand(weight)`, the copy that is kept, if there is one."""
-    if not weight.has_cached(expand):
-        memory = psutil.virtual_memory()
-        has_room = memory.available - 4 * weight.numel() > memory.total // 10
-        if num_rows > max_rows or not has_room or weight.device.type != "cpu":
-            return expand(weight)
-    return weight.cached(expand)
+    is_kept = weight.has_cached(expand) or (weight.device.type == "cpu" and num_rows <= max_rows and _has_room(weight))
+    return weight.cached(expand) if is_kept else expand(weight)
+
+
+def _has_room(weight: Any) -> bool:
+    memory = psutil.virtual_memory()
+    return memory.available - 4 * weight.numel() > memory.total // 10
 
 
 def drop_copies(weight: Any) -> None:
-    """Drop the expanded copies of a `LowBitTensor` that [`low_bit_linear`] keeps."""
-    for expand in (*_EXPAND.values(), _EXPAND_CODES):
-        weight.drop(expand)
+    """Drop the expanded copies of a `LowBitTensor` that [`low_bit_linear`] keeps on a CPU."""
+    if weight.device.type == "cpu":
+        for expand in (*_EXPAND.values(), _EXPAND_CODES):
+            weight.gemm_weight().drop(expand)
 
 
 def low_bit_matmul(

@@ -91,7 +91,7 @@ class QaRLClient(VLLMClient):
         except ServerLost as error:
             raise ConnectionError(
                 f"No vLLM server answers at {base_url} (waited {connection_timeout:g} s: {error}). Start one with "
-                f"`{start_command}`, or set `vllm_server_autostart=True`."
+                f"`{start_command}`, or set `vllm_server_autostart=True` without `vllm_server_base_url`."
             ) from error
 
     @override

@@ -246,10 +246,10 @@ def test_weights_are_expanded_if_the_host_has_the_memory(monkeypatch, caplog, sc
 def test_an_engine_without_a_repeated_product_expands_once(monkeypatch, form, is_kept):
     monkeypatch.setenv(CPU_WEIGHTS_VARIABLE, form)
     low_bit, rows = make("w4a16", (64, 128), torch.float32), torch.randn(300, 128)
-    product = products.multiplication(low_bit, torch.float32)
     expected = products.gemm.low_bit_linear(rows, make("w4a16", (64, 128), torch.float32), None)[0]
     calls, unpack = [], type(low_bit.format).unpack
     monkeypatch.setattr(type(low_bit.format), "unpack", lambda *args: calls.append(args) or unpack(*args))
+    product = products.multiplication(low_bit, torch.float32)
     for _ in range(3):
         assert (product(rows, None) - expected).abs().max() < 1e-4
     assert len(calls) == (1 if is_kept else 3)

@@ -100,13 +100,13 @@ def pad(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
 
 class PackedLinear:
     """Product `y = x @ weight.T + bias` in the dtype of `x`, with the same bits for any number of rows. `weight`,
-    `(N, K)` bfloat16, or float32 without AMX, is copied: later changes have no effect. A processor without bf16
-    instructions has a copy in float32."""
+    `(N, K)` bfloat16 or float32, is copied: later changes have no effect. A processor without bf16 instructions has a
+    copy in float32."""
 
     def __init__(self, weight: torch.Tensor):
         self.num_outputs, num_inputs = weight.shape
         self._packed = self._handler = None
-        if torch.cpu._is_amx_tile_supported():
+        if torch.cpu._is_amx_tile_supported() and weight.dtype is torch.bfloat16:
             # Output channels come in tiles of 16, input features in steps of 32; zeros change no sum.
             sizes = (0, -num_inputs % 32, 0, -self.num_outputs % 16)
             self._padding = sizes[1], sizes[3]

@@ -53,8 +53,12 @@ def multiplication(low_bit: LowBitTensor, dtype: torch.dtype) -> Callable[..., t
     """Return [`multiply`] of rows in `dtype` and a bias with `low_bit`, for an engine that calls it many times."""
     if product := _product_of(low_bit, dtype):
         return product
-    is_repeated = dtype is torch.bfloat16 and reason_not_to_call() is None
-    options = {"row_invariant": is_repeated, "copy_max_rows": 0 if cpu_weights() == "packed" else sys.maxsize}
+    is_repeated, is_expanded = dtype is torch.bfloat16 and reason_not_to_call() is None, cpu_weights() == "expanded"
+    has_float_rows = (low_bit.scheme.container, low_bit.scheme.activation) != (INT8_CODES, INT8)
+    has_product = has_float_rows and hasattr(torch.ops._C, "create_onednn_mm_handler")
+    if is_expanded and not is_repeated and has_product and gemm.has_room(low_bit):
+        return low_bit.cached(_expanded_to_float32)
+    options = {"row_invariant": is_repeated, "copy_max_rows": sys.maxsize if is_expanded else 0}
     learners_own = partial(gemm.low_bit_linear, weight=low_bit, **options)
     return lambda rows, bias: learners_own(rows, bias=bias)[0]
 
@@ -154,9 +158,9 @@ class _Expanded:
 
     name = "expanded once + vLLM's product of unquantized layers"
 
-    def __init__(self, low_bit: LowBitTensor):
+    def __init__(self, low_bit: LowBitTensor, dtype: torch.dtype | None = None):
         self.scheme = low_bit.scheme
-        self.dtype = torch.bfloat16 if gemm.has_fast_bf16() else torch.float32
+        self.dtype = dtype or (torch.bfloat16 if gemm.has_fast_bf16() else torch.float32)
         needed, free = 2 * low_bit.numel() * self.dtype.itemsize, psutil.virtual_memory().available
         if needed > free:
             raise MemoryError(
@@ -176,6 +180,10 @@ class _Expanded:
             rows = dequantize_activation(*quantize_rows(rows, activation), dtype)
         bias = None if bias is None else bias.to(dtype)
         return self._product(rows.to(self.dtype), bias).to(dtype), (rows,)
+
+
+def _expanded_to_float32(low_bit: LowBitTensor) -> _Expanded:
+    return _Expanded(low_bit, torch.float32)
 
 
 class _Int8:

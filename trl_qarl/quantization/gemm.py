@@ -87,11 +87,12 @@ def low_bit_linear(
 
 def _copy(weight: Any, expand: Callable[[Any], torch.Tensor], num_rows: int, max_rows: int) -> torch.Tensor:
     """Return `expand(weight)`, the copy that is kept, if there is one."""
-    is_kept = weight.has_cached(expand) or (weight.device.type == "cpu" and num_rows <= max_rows and _has_room(weight))
+    is_kept = weight.has_cached(expand) or (weight.device.type == "cpu" and num_rows <= max_rows and has_room(weight))
     return weight.cached(expand) if is_kept else expand(weight)
 
 
-def _has_room(weight: Any) -> bool:
+def has_room(weight: Any) -> bool:
+    """Return whether a copy of a weight in float32 leaves a tenth of this host's memory free."""
     memory = psutil.virtual_memory()
     return memory.available - 4 * weight.numel() > memory.total // 10
 

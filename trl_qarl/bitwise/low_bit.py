@@ -54,13 +54,20 @@ def multiplication(low_bit: LowBitTensor, dtype: torch.dtype) -> Callable[..., t
     if product := _product_of(low_bit, dtype):
         return product
     is_repeated, is_expanded = dtype is torch.bfloat16 and reason_not_to_call() is None, cpu_weights() == "expanded"
-    has_float_rows = (low_bit.scheme.container, low_bit.scheme.activation) != (INT8_CODES, INT8)
-    has_product = has_float_rows and hasattr(torch.ops._C, "create_onednn_mm_handler")
-    if is_expanded and not is_repeated and has_product and gemm.has_room(low_bit):
-        return low_bit.cached(_expanded_to_float32)
+    if is_expanded and not is_repeated and (product := _product_in_float32(low_bit)):
+        return product
     options = {"row_invariant": is_repeated, "copy_max_rows": sys.maxsize if is_expanded else 0}
     learners_own = partial(gemm.low_bit_linear, weight=low_bit, **options)
     return lambda rows, bias: learners_own(rows, bias=bias)[0]
+
+
+def _product_in_float32(low_bit: LowBitTensor) -> "_Expanded | None":
+    """Return vLLM's product of the weight in float32, or `None` for sums of integers, and without it or memory."""
+    is_of_integers = (low_bit.scheme.container, low_bit.scheme.activation) == (INT8_CODES, INT8)
+    if is_of_integers or not hasattr(torch.ops._C, "create_onednn_mm_handler"):
+        return None
+    is_possible = low_bit.has_cached(_expanded_to_float32) or gemm.has_room(low_bit)
+    return low_bit.cached(_expanded_to_float32) if is_possible else None
 
 
 def _product_of(low_bit: LowBitTensor, dtype: torch.dtype) -> Any:

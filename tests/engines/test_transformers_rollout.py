@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from testing_utils import logged, make_tiny_tokenizer, make_trainer
+from testing_utils import logged, make_tiny_model, make_tiny_tokenizer, make_trainer
 from testing_utils.trainings import lora
 from trl_qarl.engines.transformers_rollout import OwnGenerationConfig, record_sampling_logps
 from trl_qarl.quantization.gemm import has_fast_bf16
@@ -67,6 +67,59 @@ def test_log_probs_count_tokens_that_trl_suppresses(tiny_model):
         logps = model(sequences).logits[:, 1:-1].log_softmax(-1)
     assert sequences[0, 2:].min() >= 130
     torch.testing.assert_close(recorded[0], logps.gather(-1, sequences[:, 2:, None])[..., 0])
+
+
+PROMPTS = torch.tensor([[0, 5, 6], [7, 8, 9], [0, 5, 6], [7, 8, 9], [5, 5, 6], [0, 5, 6]])
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "gemma2"])
+def test_prompts_are_computed_once_for_all_completions(tmp_path, arch):
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, arch), dtype=torch.float32)
+    shapes, results = [], []
+    model.get_input_embeddings().register_forward_hook(lambda _, args, __: shapes.append([*args[0].shape]))
+    given = OwnGenerationConfig(max_new_tokens=4, do_sample=True, temperature=1.0, top_k=0, eos_token_id=None)
+    for shares_prompts in (False, True):
+        torch.manual_seed(0)
+        shapes.clear()
+        with record_sampling_logps(model, 1.0, shares_prompts) as recorded, torch.no_grad():
+            mask = (PROMPTS > 0).long()
+            results.append((model.generate(PROMPTS, attention_mask=mask, generation_config=given), recorded[0]))
+        assert shapes == [[3 if shares_prompts else 6, 3], *[[6, 1]] * 3]
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=1e-5)
+    assert "_prefill" not in vars(model)
+
+
+def test_other_inputs_and_caches_are_computed_row_by_row(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, "qwen2"), dtype=torch.float32)
+    shapes = []
+    model.get_input_embeddings().register_forward_hook(lambda _, args, __: shapes.append(len(args[0])))
+    for options in ({"use_cache": False}, {"cache_implementation": "static"}):
+        shapes.clear()
+        given = OwnGenerationConfig(
+            max_new_tokens=2, do_sample=True, temperature=1.0, top_k=0, eos_token_id=None, **options
+        )
+        with record_sampling_logps(model, 1.0, True), torch.no_grad():
+            model.generate(PROMPTS, attention_mask=(PROMPTS > 0).long(), generation_config=given, disable_compile=True)
+        assert shapes == [6, 6]
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_training_computes_a_prompt_once_per_rollout(tiny_model, tmp_path, bf16):
+    trainer = make_trainer(tiny_model, tmp_path, bf16=bf16, max_steps=2)
+    sizes, rows, generate = [], [], trainer.model.generate
+    trainer.model.get_input_embeddings().register_forward_hook(lambda _, args, __: sizes.append(len(args[0])))
+
+    def generate_and_look(**kwargs):
+        sizes.clear()
+        sequences = generate(**kwargs)
+        rows.append((sizes[0], len(kwargs["input_ids"])))
+        return sequences
+
+    trainer.model.generate = generate_and_look
+    trainer.train()
+    assert rows and all(computed * trainer.args.num_generations == asked for computed, asked in rows)
+    assert logged(trainer, "mismatch/abs_logp_mean")[0] < (1e-2 if bf16 else 1e-4)
 
 
 class OnlyDigits(LogitsProcessor):

@@ -265,6 +265,8 @@ def test_vllms_classes_read_the_fields_that_rows_name(name):
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models.registry import ModelRegistry
 
+    if ModelRegistry.models[name].module_name.endswith("models.transformers"):
+        pytest.skip("vLLM runs transformers' class from this release on")
     cls = ModelRegistry.models[name].load_model_cls()
     # Layers of other families' modules, too, such as those of Qwen3's mixture in that with pictures.
     classes = [*vars(inspect.getmodule(cls)).values(), *cls.__mro__]

@@ -3,8 +3,9 @@ Rollouts without vLLM: the learner's own quantized modules generate through tran
 token is recorded, so the mismatch between rollout and scoring is measured instead of assumed to be 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     SuppressTokensLogitsProcessor,
 )
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from typing_extensions import override
 
 from ..quantization.names import base_model
@@ -79,14 +81,17 @@ _NEUTRAL: dict[str, Any] = {
 
 
 @contextmanager
-def record_sampling_logps(model: PreTrainedModel, temperature: float) -> Iterator[list[torch.Tensor]]:
+def record_sampling_logps(
+    model: PreTrainedModel, temperature: float, shares_prompts: bool = False
+) -> Iterator[list[torch.Tensor]]:
     """
     While open, each `model.generate` call appends its sampling log-probs, `(B, T)`, to the yielded list. `ValueError`
     is raised if a `generate` of the user changes the distribution of tokens, which the learner computes without that.
 
     TRL calls `generate` with fixed arguments in the middle of a long method. The recorder is added where transformers
     collects the processors of a call, so that those which come with `generate`, bound by `functools.partial` or passed
-    by a wrapper, arrive there too and are seen.
+    by a wrapper, arrive there too and are seen. With `shares_prompts`, for a model with plain attention, a prompt is
+    computed once for all its completions.
     """
     recorded: list[torch.Tensor] = []
     generate, inner = model.generate, base_model(model)
@@ -119,8 +124,45 @@ def record_sampling_logps(model: PreTrainedModel, temperature: float) -> Iterato
         recorded.append(recorder.finish(sequences))
         return sequences
 
-    with replaced(inner, _get_logits_processor=collect_with_recorder), replaced(model, generate=generate_and_record):
+    inside = {"_get_logits_processor": collect_with_recorder}
+    if shares_prompts:
+        inside["_prefill"] = _prefill_once(inner._prefill)
+    with replaced(inner, **inside), replaced(model, generate=generate_and_record):
         yield recorded
+
+
+def _prefill_once(prefill: Callable[..., Any]) -> Callable[..., Any]:
+    """Return transformers' `_prefill`, changed to compute equal rows of a batch once and to copy their keys and
+    values. Calls with another cache than that of attention, a filled one, or other inputs are left to it."""
+
+    @wraps(prefill)
+    def prefill_once(
+        input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args, **kwargs
+    ):
+        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        tensors = {name: value for name, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
+        takes_rows = (
+            tensors.keys() <= {"attention_mask", "position_ids"}
+            and getattr(mask, "shape", None) == input_ids.shape
+            and all(
+                type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in getattr(cache, "layers", [None])
+            )
+            and cache.get_seq_length() == 0
+        )
+        if takes_rows:
+            rows, places = torch.unique(torch.cat([input_ids, mask], dim=1), dim=0, return_inverse=True)
+            if len(rows) < len(places):
+                chosen = places.new_empty(len(rows)).scatter_(
+                    0, places, torch.arange(len(places), device=places.device)
+                )
+                of_rows = {name: value[chosen] for name, value in tensors.items()}
+                outputs = prefill(input_ids[chosen], generation_config, model_kwargs | of_rows, *args, **kwargs)
+                cache.batch_select_indices(places)
+                outputs.logits = outputs.logits[places]
+                return outputs
+        return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    return prefill_once
 
 
 def _check_distribution(call: dict[str, Any], given: GenerationConfig | None) -> None:

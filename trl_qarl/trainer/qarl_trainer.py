@@ -289,7 +289,7 @@ class QaRLTrainer(SavesRuns, ScoresRollouts, GRPOTrainer, PreparesPolicy):
                 completion_ids, logps = super()._generate_single_turn(*args)
             else:
                 model = self.accelerator.unwrap_model(self.model_wrapped)
-                recording = record_sampling_logps(model, self.temperature)
+                recording = record_sampling_logps(model, self.temperature, self.policy.takes_layouts)
                 with recording as recorded, quantized_forward(model), self.accelerator.autocast():
                     completion_ids, _ = super()._generate_single_turn(*args)
                 logps = recorded[0].cpu().tolist()

@@ -1,9 +1,13 @@
 """Refusals of models before an engine is started."""
 
+import os
+import sys
+
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Cohere2VisionConfig,
     Cohere2VisionForConditionalGeneration,
     Kimi_K25Config,
@@ -13,6 +17,7 @@ from transformers import (
 )
 
 from testing_utils import make_tiny_config
+from testing_utils.pictures import make_picture_config, needs_torchvision
 from testing_utils.trainings import EXPERTS
 from trl_qarl.checks.architectures import problem_of_architecture, problem_of_trial, problems_with_vllm
 from trl_qarl.checks.model import problems_of_body
@@ -216,6 +221,18 @@ def test_a_trial_leaves_transformers_and_torch_as_they_were():
     assert problem_of_trial(model_of("hyperclovax"), torch.float32) is None
     assert type(make_tiny_config("hyperclovax")).__module__.startswith("transformers.")
     assert not torch.distributed.is_initialized() and torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.vllm
+@needs_torchvision
+@pytest.mark.usefixtures("no_groups")
+def test_a_trial_takes_experts_that_checkpoints_hold_transposed(monkeypatch):
+    """As those of Qwen3-VL's mixture; an engine gets them one by one."""
+    # vLLM inspects a class in a process of its own.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(make_picture_config("qwen3_vl_moe"))
+    assert problem_of_trial(model, torch.float32) is None
 
 
 @pytest.mark.vllm

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from importlib.util import find_spec
 from inspect import signature
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from ..checkpoint.export import has_own_code, save_configuration
-from ..checkpoint.layout import iter_checkpoint_tensors, problem_of_mixture
+from ..checkpoint.layout import iter_checkpoint_layers, problem_of_mixture
 from ..engines.spec import added_fields
 from ..models import Always, family_of, has_one_window
 from ..quantization.inventory import Inventory, rotary_embeddings
@@ -29,6 +30,7 @@ from ..quantization.names import has_tower, shares_head
 from ..quantization.schemes import QuantScheme
 from ..replacing import replaced
 from ..wire.describe import Rotation, rotation_differences, rotations_in_tables
+from ..wire.protocol import EACH, tensors_of_experts
 
 
 _LONGEST_ERROR = 300
@@ -227,8 +229,14 @@ def _made_by_vllm(model: Any, dtype: torch.dtype) -> nn.Module:
         stack.enter_context(set_default_torch_dtype(dtype))
         with torch.device("meta"):
             made = initialize_model(config)
-            made.load_weights(iter_checkpoint_tensors(model, dtype))
+            made.load_weights(_published_tensors(model, dtype))
     return made
+
+
+def _published_tensors(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a model as an engine loads them. A checkpoint may hold transposed experts."""
+    for name, tensor in chain.from_iterable(iter_checkpoint_layers(model, dtype, stacks_experts=True)):
+        yield from tensors_of_experts(name, tensor) if EACH in name else [(name, tensor)]
 
 
 def _rotations(model: nn.Module) -> list[Rotation] | None:

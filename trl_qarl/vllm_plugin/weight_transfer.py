@@ -48,7 +48,14 @@ from ..quantization.names import layer_of
 from ..replacing import replaced
 from ..wire.describe import rotations_in_tables
 from ..wire.fingerprint import differing_entries, fingerprint, fingerprint_differences
-from ..wire.protocol import EACH, TRANSFER_DIR_VARIABLE, is_adapter_tensor, load_order, names_of_experts
+from ..wire.protocol import (
+    EACH,
+    SHARED_BY_SHARDS,
+    TRANSFER_DIR_VARIABLE,
+    is_adapter_tensor,
+    load_order,
+    tensors_of_experts,
+)
 from ..wire.transfer_dir import confined_path
 from .addresses import Addresses
 from .cpu_sampling import register_sampling
@@ -69,10 +76,6 @@ from .engine_tensors import (
     tied_names,
 )
 from .lora import PublishedAdapter, on_bare_model
-
-
-# A fused layer keeps only the shape of the shard that was loaded last. Experts have `w13_weight_shape`.
-_SHARED_BY_SHARDS = "weight_shape"
 
 
 class AuditedReload:
@@ -310,7 +313,7 @@ class AuditedReload:
         owned = {name for names in self._owned.values() for name in names}
         mapped = {self._engine_name(name): name for name in expected if not is_adapter_tensor(name)}
         missing, unknown = (
-            sorted(name for name in names if not name.endswith(_SHARED_BY_SHARDS))
+            sorted(name for name in names if not name.endswith(SHARED_BY_SHARDS))
             for names in (owned - mapped.keys(), mapped.keys() - owned)
         )
         problems += [f"{name}: the learner sent nothing for it" for name in missing][:5]
@@ -321,7 +324,7 @@ class AuditedReload:
         # vLLM would reload a module of which only a part has arrived, and leave the rest uninitialized.
         arrived = {self._engine_name(name) for name in self._arrived}
         modules = {
-            module: {name for name in names if not name.endswith(_SHARED_BY_SHARDS)}
+            module: {name for name in names if not name.endswith(SHARED_BY_SHARDS)}
             for module, names in names_by_module(self._owned).items()
         }
         problems += [
@@ -341,7 +344,7 @@ class AuditedReload:
         problems = []
         for path, value in live.items():
             prefix, _, leaf = path.rpartition(".")
-            if path in self._filled or path in copies or leaf.endswith(_SHARED_BY_SHARDS):
+            if path in self._filled or path in copies or leaf.endswith(SHARED_BY_SHARDS):
                 # Compared with the learner's, copied from what was, or without effect on numbers.
                 continue
             if path in self._processed:
@@ -415,9 +418,7 @@ class AuditedReload:
                 yield name, tensor
                 continue
             # Loaders take a checkpoint's names, and few take the matrices of all experts together.
-            for names, rows in zip(names_of_experts(name, len(tensor)), tensor, strict=True):
-                parts = rows if name.endswith(_SHARED_BY_SHARDS) else rows.chunk(len(names))
-                yield from zip(names, parts, strict=True)
+            yield from tensors_of_experts(name, tensor)
         self._unknown = None
 
     def _watch_layers(self) -> Iterator[str]:
@@ -435,7 +436,7 @@ class AuditedReload:
         """Yield the names and parameters of a layer, with the names that fill their rows."""
         for name, parameter in layer.named_parameters(prefix, recurse=False, remove_duplicate=False):
             # vLLM loads some tensors in place, such as the bias of a router: only the running ones are compared.
-            if not name.endswith(_SHARED_BY_SHARDS) and name.rpartition(".")[2] not in SKIP_LOAD_TENSORS:
+            if not name.endswith(SHARED_BY_SHARDS) and name.rpartition(".")[2] not in SKIP_LOAD_TENSORS:
                 yield name, parameter, self._owned.get(name, [])
 
     def _record_then(self, prefix: str, process):

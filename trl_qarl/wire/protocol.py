@@ -1,6 +1,7 @@
 """Names, paths, replies and the error of a weight sync, for trainer, server and vLLM's processes. Imports nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 
 SESSION_PATH = "/qarl/session"
@@ -48,6 +49,9 @@ def is_adapter_tensor(name: str) -> bool:
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
+SHARED_BY_SHARDS = "weight_shape"
+"""End of the names of tensors of which a fused layer of vLLM keeps that of the last shard; experts have
+`w13_weight_shape`."""
 EACH = ".*."
 """Stands for the number of an expert in the name of a tensor `(E, ...)` that stacks a tensor of all `E` experts."""
 
@@ -76,6 +80,14 @@ def names_of_experts(name: str, num_experts: int) -> list[list[str]]:
     prefix, _, rest = name.partition(EACH)
     leaves, dot, key = rest.rpartition(".")
     return [[f"{prefix}.{expert}.{leaf}{dot}{key}" for leaf in leaves.split("|")] for expert in range(num_experts)]
+
+
+def tensors_of_experts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a checkpoint, with their names, that a `tensor` with a [`stacked_name`] stands for."""
+    for names, rows in zip(names_of_experts(name, len(tensor)), tensor, strict=True):
+        # A shape has a row for each matrix.
+        parts = rows if name.endswith(SHARED_BY_SHARDS) else rows.chunk(len(names))
+        yield from zip(names, parts, strict=True)
 
 
 def load_order(name: str) -> int:

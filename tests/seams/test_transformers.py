@@ -19,6 +19,13 @@ def test_an_own_generation_configuration_is_updated_as_we_expect():
     assert "defaults_only=True, allow_custom_entries=True" in source
 
 
+def test_the_prefill_of_a_batch_is_one_call():
+    """`_prefill_once` takes its place, with equal rows left out."""
+    names = ["self", "input_ids", "generation_config", "model_kwargs"]
+    assert [*inspect.signature(GenerationMixin._prefill).parameters][:4] == names
+    assert "self._prefill(" in inspect.getsource(GenerationMixin._sample)
+
+
 def test_processors_of_a_call_are_collected_in_one_place():
     """By name: `record_sampling_logps` reads these arguments and replaces one."""
     names = {"generation_config", "logits_processor", "prefix_allowed_tokens_fn"}

@@ -6,8 +6,6 @@ import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer
 
-from trl_qarl.quantization.tensors import LowBitTensor
-
 
 def decode_faster() -> None:
     """
@@ -15,18 +13,6 @@ def decode_faster() -> None:
     """
     grow_cache_in_place()
     AttentionInterface.register("sdpa", attend_faster(AttentionInterface()["sdpa"]))
-    LowBitTensor.dequantize = keep_dense(LowBitTensor.dequantize)
-
-
-def keep_dense(dequantize):
-    """Dequantize each weight once instead of for every token. CPU products in float32 need dense weights, and the
-    study's models are small enough to keep them."""
-
-    @functools.cache
-    def make(dtype):
-        return lambda weight: dequantize(weight, dtype)
-
-    return lambda weight, output_dtype=None: weight.cached(make(output_dtype or weight.orig_dtype))
 
 
 def grow_cache_in_place() -> None:
@@ -36,7 +22,7 @@ def grow_cache_in_place() -> None:
     transformers copies its cache for every token, and attention under autocast then rounds all keys to bf16 again.
     Both together took 90 % of the time of a rollout.
     """
-    concatenate = DynamicLayer.update
+    concatenate, select = DynamicLayer.update, DynamicLayer.batch_select_indices
 
     def update(self, key_states, value_states, *args, **kwargs):
         if torch.is_grad_enabled():
@@ -54,7 +40,11 @@ def grow_cache_in_place() -> None:
         self.keys, self.values = (room[:, :, :length] for room in self.room)
         return self.keys, self.values
 
-    DynamicLayer.update = update
+    def batch_select_indices(self, indices):
+        select(self, indices)
+        self.room = [self.keys, self.values]
+
+    DynamicLayer.update, DynamicLayer.batch_select_indices = update, batch_select_indices
 
 
 def attend_faster(original):

@@ -11,7 +11,6 @@ from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer
 
 from bench.command import make_parser, run
-from trl_qarl.quantization.tensors import LowBitTensor
 
 
 ROOT = Path(__file__).parents[2]
@@ -59,8 +58,8 @@ def test_contenders_against_trl_take_turns_on_the_same_tokens(tmp_path):
 @pytest.fixture
 def put_back(monkeypatch):
     """Put back what `decoding.py` replaces."""
-    monkeypatch.setattr(DynamicLayer, "update", DynamicLayer.update)
-    monkeypatch.setattr(LowBitTensor, "dequantize", LowBitTensor.dequantize)
+    for name in ("update", "batch_select_indices"):
+        monkeypatch.setattr(DynamicLayer, name, getattr(DynamicLayer, name))
     attention = AttentionInterface()["sdpa"]
     yield
     AttentionInterface.register("sdpa", attention)

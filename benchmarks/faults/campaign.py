@@ -578,7 +578,7 @@ class Supervisor:
             scenario = {"expect": "ends", "server": self.scenario["server"]}
             output, reason = {
                 "trainer": (self.folder / "rival", "already works for process"),
-                "trainer with a server of its own": (self.folder / "rival", "cannot start a server on port"),
+                "trainer with a server of its own": (self.folder / "rival", "Change `vllm_server_port`"),
                 "trainer of one output_dir": (self.output, "which is still training. Choose another folder."),
             }[rival]
             result = TrainerProcess(self, scenario, output, resume=False).wait()

@@ -141,23 +141,21 @@ def _prefill_once(prefill: Callable[..., Any]) -> Callable[..., Any]:
     ):
         cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
         tensors = {name: value for name, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
+        attends = (DynamicLayer, DynamicSlidingWindowLayer)
         takes_rows = (
-            tensors.keys() <= {"attention_mask", "position_ids"}
-            and getattr(mask, "shape", None) == input_ids.shape
-            and all(
-                type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in getattr(cache, "layers", [None])
-            )
+            {"attention_mask"} <= tensors.keys() <= {"attention_mask", "position_ids"}
+            and all(tensor.shape == input_ids.shape for tensor in tensors.values())
+            and all(type(layer) in attends for layer in getattr(cache, "layers", [None]))
             and cache.get_seq_length() == 0
         )
         if takes_rows:
             rows, places = torch.unique(torch.cat([input_ids, mask], dim=1), dim=0, return_inverse=True)
             if len(rows) < len(places):
-                chosen = places.new_empty(len(rows)).scatter_(
-                    0, places, torch.arange(len(places), device=places.device)
-                )
-                of_rows = {name: value[chosen] for name, value in tensors.items()}
+                chosen = places.new_empty(len(rows))
+                chosen[places] = torch.arange(len(places), device=places.device)
+                of_rows = {name: tensor[chosen] for name, tensor in tensors.items()}
                 outputs = prefill(input_ids[chosen], generation_config, model_kwargs | of_rows, *args, **kwargs)
-                cache.batch_select_indices(places)
+                outputs.past_key_values.batch_select_indices(places)
                 outputs.logits = outputs.logits[places]
                 return outputs
         return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)

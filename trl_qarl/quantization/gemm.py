@@ -100,8 +100,9 @@ def has_room(weight: Any) -> bool:
 def drop_copies(weight: Any) -> None:
     """Drop the expanded copies of a `LowBitTensor` that [`low_bit_linear`] keeps on a CPU."""
     if weight.device.type == "cpu":
+        operand = weight.gemm_weight()
         for expand in (*_EXPAND.values(), _EXPAND_CODES):
-            weight.gemm_weight().drop(expand)
+            operand.drop(expand)
 
 
 def low_bit_matmul(

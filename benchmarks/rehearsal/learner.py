@@ -191,7 +191,7 @@ def run(kind: str, scheme: str, capability: tuple[int, int]) -> str:
     assert not watch.problems, "\n  ".join(["", *watch.problems])
     waits = {where for where in watch.waits if where != "elsewhere"}
     # Its one scale for a matrix decides which others it gets.
-    known = {"quantization/formats/fp4.py, choose_scales"} if scheme == "nvfp4a16" else set()
+    known = {"quantization/formats/fp4.py, choose_parts"} if scheme == "nvfp4a16" else set()
     assert waits <= known, f"the CPU waits for the GPU in {waits - known}"
     layers = quantized_layers(model).values()
     kernels = sorted({str(layer.kernel_name) for layer in layers})

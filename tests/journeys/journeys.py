@@ -172,10 +172,11 @@ class User:
     def is_low_bit(self, export: str) -> bool:
         return "quantization_config" in json.loads((self.folder / export / "config.json").read_text())
 
-    def serve(self, *words: str, max_model_len: int = 64, **environment: str):
-        """Start a server for a trainer, and wait until it answers; returns its process and port."""
+    def serve(self, *words: str, max_model_len: int = 64, dtype: str | None = "bfloat16", **environment: str):
+        """Start a server for a trainer of `RECIPE`, and wait until it answers; returns its process and port."""
         start, port = time.monotonic(), free_port()
-        options = ("--model", "model", "--max-model-len", str(max_model_len), "--port", str(port))
+        options = ["--model", "model", "--max-model-len", str(max_model_len), "--port", str(port)]
+        options += ["--dtype", dtype] if dtype else []
         if any("-parallel-size" in word for word in words):
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         log, argv = f"server-{port}", ("trl-qarl", "vllm-serve", *words, *options)

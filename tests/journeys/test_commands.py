@@ -16,6 +16,7 @@ from test_launches import LORA
 from testing_utils.trainings import EXPERTS
 from trl_qarl.doctor.memory import MemorySettings, on_gpu, parts_of_memory, shapes_of
 from trl_qarl.engines.server_process import free_port
+from trl_qarl.quantization.gemm import has_fast_bf16
 from trl_qarl.quantization.plan import get_plan
 
 
@@ -27,6 +28,8 @@ TINY = RECIPE | {
     "steps_per_generation": 2,
     "vllm_max_model_length": 64,
     "vllm_enable_sleep_mode": False,
+    # The default of trainers and servers, in place of what a recipe for GPUs sets.
+    "bf16": has_fast_bf16(),
 }
 del TINY["scheme"]
 # Plain vLLM for CPUs has experts in INT4 only where AMX is, and rounds their activations there.
@@ -46,7 +49,7 @@ def follow(user, text, launch=None):
         sizes = [name for name in ("--tensor-parallel-size", "--data-parallel-size") if name in options]
         two = [word for name in sizes for word in (name, "2")]
         named = options[options.index("--port") + 1] if "--port" in options else "8000"
-        _, ports[named] = user.serve(*options, *two, *groups)
+        _, ports[named] = user.serve(*options, *two, *groups, dtype=None)
     words = [re.sub(r"(?<=[.]\d:)\d{4}", lambda port: str(ports[port[0]]), word) for word in words]
     if ports and "--vllm_server_base_url" not in words:
         words += ["--vllm_server_port", str(ports["8000"])]

@@ -9,14 +9,16 @@ from transformers import AutoModelForCausalLM
 
 from testing_utils import make_mixture, make_tiny_model, make_tiny_tokenizer, refused
 from testing_utils.pictures import make_picture_config, make_picture_model
-from trl_qarl import export_checkpoint, prepare_model
+from trl_qarl import QaRLConfig, export_checkpoint, prepare_model
 from trl_qarl.adapters.tensors import arguments_for
 from trl_qarl.checkpoint.layout import quantization_config
 from trl_qarl.cli import main
 from trl_qarl.engines.server_command import build_server_command
 from trl_qarl.engines.spec import EngineSpec
+from trl_qarl.quantization import gemm
 from trl_qarl.quantization.inventory import Inventory
 from trl_qarl.scripts import vllm_serve
+from trl_qarl.trainer import qarl_config
 from trl_qarl.wire.handshake import TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 
 
@@ -57,6 +59,14 @@ def test_a_server_starts_with_the_adapters_rank_and_layers(tmp_path, printed):
     prepare_model(learner, "w8a8", scale_dtype=torch.float32)
     folder = str(export_checkpoint(learner, tmp_path / "low", dtype=torch.float32))
     assert '"num_bits": 8' in printed(folder, "--max_lora_rank", "8")
+
+
+@pytest.mark.parametrize(("has_bf16", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_server_and_trainer_have_one_default_dtype(tmp_path, printed, monkeypatch, has_bf16, dtype):
+    for module in (gemm, qarl_config):
+        monkeypatch.setattr(module, "has_fast_bf16", lambda: has_bf16)
+    assert f" --dtype {dtype} " in printed(make_tiny_model(tmp_path))
+    assert QaRLConfig(str(tmp_path)).bf16 == (dtype == "bfloat16")
 
 
 @pytest.mark.parametrize(

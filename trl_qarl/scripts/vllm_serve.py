@@ -31,8 +31,9 @@ def make_parser(prog: str) -> ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="hub id or local directory; only configuration and tokenizer are read")
     add_plan_options(parser, default="w4a16")
-    text = "the learner's compute dtype: bfloat16 with bf16=True, float32 without (default: %(default)s)"
-    add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help=text)
+    text = "the learner's compute dtype: bfloat16 with bf16=True, float32 without (default: bfloat16, as in a trainer that sets no "
+    text += "`bf16`; on a CPU without bf16 instructions float32)"
+    add("--dtype", choices=["bfloat16", "float16", "float32"], help=text)
     text = "for a learner that trains a LoRA adapter: its rank `r`, or a larger one"
     add("--max_lora_rank", type=int, metavar="RANK", help=text)
     text = "the learner's; `engine` makes an engine on a GPU slower and repeatable, as every engine is on a CPU"
@@ -66,9 +67,13 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
         from ..engines.pictures import engine_arguments
         from ..engines.server_process import check_address
         from ..engines.spec import EngineSpec, added_fields
+        from ..quantization.gemm import has_fast_bf16
         from ..quantization.inventory import Inventory, layers_outside_decoder
         from ..sync.publisher import check_ranks, largest_chunk
 
+        on_cpu = not torch.cuda.is_available()
+        # As in QaRLConfig.
+        args.dtype = args.dtype or ("float32" if on_cpu and not has_fast_bf16() else "bfloat16")
         model = shapes_of(args.model, args.trust_remote_code, "--model")
         names = {word.partition("=")[0].replace("_", "-") for word in vllm_args}
         needs_tokenizer = not ({"--tokenizer", "--skip-tokenizer-init"} & names or args.print_command)
@@ -93,12 +98,12 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             spec,
             host=args.host,
             port=args.port,
-            on_cpu=not torch.cuda.is_available(),
+            on_cpu=on_cpu,
             transport=args.transport or ("file" if args.transfer_dir else None),
             transfer_dir=args.transfer_dir or default_transfer_dir(args.port, chunk),
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
-        if not torch.cuda.is_available():
+        if on_cpu:
             environment[CPU_WEIGHTS_VARIABLE] = choose_cpu_weights(model, getattr(torch, args.dtype))
     directory = environment.get(TRANSFER_DIR_VARIABLE) or str(default_transfer_dir(args.port))
     token_file = os.path.abspath(args.token_file or os.path.join(directory, TOKEN_FILE_NAME))

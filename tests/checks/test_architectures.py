@@ -236,6 +236,24 @@ def test_a_trial_takes_experts_that_checkpoints_hold_transposed(monkeypatch):
 
 
 @pytest.mark.vllm
+@pytest.mark.usefixtures("no_groups")
+def test_a_trial_imports_vllms_class_outside_the_meta_device(monkeypatch):
+    """An engine shares the constants of a module, such as `EPS` of Gemma 3n."""
+    from vllm.model_executor.models import registry
+
+    devices, load = [], registry._LazyRegisteredModel.load_model_cls
+
+    def record(self):
+        devices.append(torch.get_default_device().type)
+        return load(self)
+
+    monkeypatch.setattr(registry._LazyRegisteredModel, "load_model_cls", record)
+    registry._try_load_model_cls.cache_clear()
+    assert problem_of_trial(model_of("qwen2"), torch.float32) is None
+    assert devices and "meta" not in devices
+
+
+@pytest.mark.vllm
 def test_a_class_that_takes_no_adapter_in_vllm_is_named():
     model = model_of("gptj", n_embd=128, n_head=4, n_layer=2, rotary_dim=16)
     assert problem_of_architecture(model) is None

@@ -205,7 +205,7 @@ def _made_by_vllm(model: Any, dtype: torch.dtype) -> nn.Module:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
-    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.model_loader.utils import get_model_architecture, initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     make_table = RotaryEmbeddingBase.__init__
@@ -227,6 +227,8 @@ def _made_by_vllm(model: Any, dtype: torch.dtype) -> nn.Module:
         stack.enter_context(set_current_vllm_config(config))
         stack.enter_context(_groups_of_one(folder))
         stack.enter_context(set_default_torch_dtype(dtype))
+        # Constants of its module would be on the meta device (`EPS` in vLLM's models/gemma3n.py), in engines too.
+        get_model_architecture(config.model_config)
         with torch.device("meta"):
             made = initialize_model(config)
             made.load_weights(_published_tensors(model, dtype))

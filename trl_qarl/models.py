@@ -56,7 +56,7 @@ class Family:
       unless the file does, each with the function of that configuration that transformers' class computes.
     - `vllm_values`: values of its configuration that vLLM's class has, whatever the configuration says.
     - `problem_of_plain_vllm`: what vLLM's class leaves out where this package is not installed next to it
-      ([`trl_qarl.vllm_plugin.corrected_models`]).
+      ([`trl_qarl.vllm_plugin.corrected`]).
     - `problem_of_float32`: the reason why an engine in float32 computes something in bfloat16.
     - `shares_head`: whether vLLM's class shares the weight of embedding and output head, whatever the configuration
       says; `None` if it follows the configuration.

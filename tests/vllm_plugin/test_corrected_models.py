@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
 
-import trl_qarl.vllm_plugin.corrected_models  # noqa: F401
+import trl_qarl.vllm_plugin.corrected.olmo_hybrid  # noqa: F401
 
 
 pytestmark = pytest.mark.vllm

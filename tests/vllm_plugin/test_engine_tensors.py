@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.models.utils import WeightsMapper
 
-from trl_qarl.vllm_plugin import corrected_models  # noqa: F401
+import trl_qarl.vllm_plugin.corrected.bloom  # noqa: F401
 from trl_qarl.vllm_plugin.engine_tensors import (
     as_in_checkpoints,
     convolution_copies,

@@ -5,7 +5,7 @@ It registers the weight-transfer engines of [`trl_qarl.vllm_plugin.weight_transf
 a `--weight-transfer-config` names one, and kernels that are chosen only in an engine that uses them
 ([`trl_qarl.vllm_plugin.linear_kernels`], [`trl_qarl.vllm_plugin.expert_kernels`],
 [`trl_qarl.vllm_plugin.cpu_attention`]). Some models are put right in every engine
-([`trl_qarl.vllm_plugin.corrected_models`]). In servers of this package, calls of workers return the answers of all
+([`trl_qarl.vllm_plugin.corrected`]). In servers of this package, calls of workers return the answers of all
 replicas (`--data-parallel-size`): vLLM returns only the first one's, so an error from any other replica would be lost.
 """
 
@@ -20,31 +20,10 @@ from typing import Any
 
 from ..wire.handshake import TOKEN_FILE_VARIABLE, take_token
 from ..wire.protocol import FILE_BACKEND, NCCL_BACKEND, TRANSFER_DIR_VARIABLE
+from .corrected import MODELS
 
 
 __all__ = ["call_every_replica", "register"]
-
-_CORRECTED_MODELS = {
-    "BambaForCausalLM": "BambaForCausalLM",
-    "BloomForCausalLM": "BloomForCausalLM",
-    "FalconMambaForCausalLM": "MambaForCausalLM",
-    "GPTNeoXForCausalLM": "GPTNeoXForCausalLM",
-    "Gemma3nForCausalLM": "Gemma3nForCausalLM",
-    "Glm4MoeLiteForCausalLM": "Glm4MoeLiteForCausalLM",
-    "GraniteMoeHybridForCausalLM": "GraniteMoeHybridForCausalLM",
-    "JambaForCausalLM": "JambaForCausalLM",
-    "LagunaForCausalLM": "LagunaForCausalLM",
-    "Llama4ForCausalLM": "Llama4ForCausalLM",
-    "MambaForCausalLM": "MambaForCausalLM",
-    "MiniCPM3ForCausalLM": "MiniCPM3ForCausalLM",
-    "OlmoHybridForCausalLM": "OlmoHybridForCausalLM",
-    # transformers' name, and that of releases.
-    "PhimoeForCausalLM": "PhimoeForCausalLM",
-    "PhiMoEForCausalLM": "PhimoeForCausalLM",
-    "Qwen3MoeForCausalLM": "Qwen3MoeForCausalLM",
-    "Zamba2ForCausalLM": "Zamba2ForCausalLM",
-}
-"""Classes of [`trl_qarl.vllm_plugin.corrected_models`], by the architectures that they run."""
 
 _LEAVE_SECONDS = 30.0
 
@@ -74,12 +53,12 @@ def register() -> None:
             DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
     _end_with_parent()
     register_classes()
-    for architecture, name in _CORRECTED_MODELS.items():
+    for architecture, name in MODELS.items():
         known = ModelRegistry.models.get(architecture)
         # A class that has left vLLM, which runs the model by its Transformers backend.
         if known is not None and known.module_name == "vllm.model_executor.models.transformers":
             continue
-        ModelRegistry.register_model(architecture, f"trl_qarl.vllm_plugin.corrected_models:{name}")
+        ModelRegistry.register_model(architecture, f"trl_qarl.vllm_plugin.corrected.{name}")
     for backend, name in ((FILE_BACKEND, "FileReceiver"), (NCCL_BACKEND, "NCCLReceiver")):
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, "trl_qarl.vllm_plugin.weight_transfer", name)

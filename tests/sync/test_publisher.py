@@ -23,7 +23,7 @@ from trl_qarl.quantization.swap import prepare_model
 from trl_qarl.sync import publisher
 from trl_qarl.sync.publisher import Publisher, largest_chunk
 from trl_qarl.wire.fingerprint import fingerprint
-from trl_qarl.wire.protocol import EACH, PublishError, names_of_experts
+from trl_qarl.wire.protocol import EACH, PublishError, names_of_experts, tensors_of_experts
 
 
 class Recorder:
@@ -359,11 +359,7 @@ def test_experts_are_sent_all_at_once_and_their_shapes_last(arch, scheme):
     checkpoint = dict(iter_checkpoint_tensors(model, torch.bfloat16))
     one_by_one = {}
     for name, tensor in sent.items():
-        if EACH not in name:
-            one_by_one[name] = tensor
-            continue
-        for names, rows in zip(names_of_experts(name, len(tensor)), tensor, strict=True):
-            one_by_one |= zip(names, rows.chunk(len(names)), strict=True)
+        one_by_one |= tensors_of_experts(name, tensor) if EACH in name else [(name, tensor)]
     assert one_by_one.keys() == checkpoint.keys()
     for name, tensor in checkpoint.items():
         part = one_by_one[name].reshape(tensor.shape)

@@ -7,10 +7,13 @@ import re
 import runpy
 import shlex
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from bench.command import make_parser
 from trl_qarl import cli
@@ -147,6 +150,18 @@ def check_install(arguments):
         assert not word.startswith("trl-qarl"), "on no index"
         if match := re.match(r"\.\[(.*)\]", word):
             assert {*match[1].split(",")} <= {*project["optional-dependencies"]}
+
+
+def test_the_oldest_versions_of_the_page_are_those_that_pip_takes():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = map(Requirement, [*project["dependencies"], *chain(*project["optional-dependencies"].values())])
+    bounds = {each.name: each.specifier for each in required if each.specifier}
+    page = (ROOT / "docs" / "installation.md").read_text()
+    rows = re.findall(r"^\| ([\w-]+)(?: \(extra\))? \| ([\d.]+) \| ([\d.]+) \| [\d.]+ \|$", page, re.MULTILINE)
+    assert len(rows) == 9
+    for name, oldest, used in rows:
+        lowest = [Version(each.version) for each in bounds[name] if each.operator == ">="]
+        assert lowest == [Version(oldest)] and used in bounds[name]
 
 
 def check_make(arguments):

@@ -207,7 +207,9 @@ def check_kernels(scheme, kernels, capability) -> None:
     elif scheme.activation.type == "int":
         expected = "aten::_int_mm"
     else:
-        expected = "aten::_scaled_mm (row-wise FP8)" if capability >= (8, 9) else "E4M3 expanded to bfloat16 + aten::linear"
+        expected = (
+            "aten::_scaled_mm (row-wise FP8)" if capability >= (8, 9) else "E4M3 expanded to bfloat16 + aten::linear"
+        )
     wrong = {kernel for kernel in kernels if expected not in kernel}
     assert kernels and not wrong, f"{wrong} ran in place of {expected!r}"
 

@@ -199,8 +199,6 @@ def test_a_synced_reference_is_quantized_after_a_skipped_step(tiny_model, tmp_pa
 
 
 def test_an_environment_may_supply_the_prompts(tiny_model, tmp_path):
-    pytest.importorskip("jmespath", reason="TRL asks for it before transformers 5.13")
-
     class Environment:
         def reset(self, number, **kwargs):
             return f"{number} + 1 ="
@@ -222,7 +220,6 @@ def test_an_environment_may_supply_the_prompts(tiny_model, tmp_path):
 
 
 def test_answers_of_tools_are_not_in_the_loss(tmp_path, monkeypatch):
-    pytest.importorskip("jmespath", reason="TRL asks for it before transformers 5.13")
     called = []
 
     def add(a: int, b: int) -> int:

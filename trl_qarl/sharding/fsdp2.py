@@ -42,8 +42,6 @@ from ..replacing import replaced
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
-# Renamed in torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 # Rank of the process that publishes and exports.
 _MAIN = 0
 
@@ -183,7 +181,7 @@ class Rows(Storage):
         device = raw.device if is_main or not to_main else torch.device("meta")
         gathered = raw.new_empty((mesh.size() * len(raw), *raw.shape[1:]), device=device)
         if not to_main:
-            _all_gather(gathered, raw, group=mesh.get_group())
+            dist.all_gather_single(gathered, raw, group=mesh.get_group())
         elif _MAIN in mesh.mesh:
             outputs = list(gathered.chunk(mesh.size())) if is_main else None
             dist.gather(raw, outputs, dst=_MAIN, group=mesh.get_group())

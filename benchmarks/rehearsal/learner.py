@@ -30,6 +30,7 @@ from testing_utils import make_mixture, make_tiny_config  # noqa: E402
 from trl_qarl import prepare_model  # noqa: E402
 from trl_qarl.quantization import experts, tensors  # noqa: E402
 from trl_qarl.quantization.experts import QuantizedExperts  # noqa: E402
+from trl_qarl.quantization.formats.fp4 import Nvfp4  # noqa: E402
 from trl_qarl.quantization.schemes import get_scheme  # noqa: E402
 from trl_qarl.quantization.swap import quantized_layers  # noqa: E402
 
@@ -191,7 +192,7 @@ def run(kind: str, scheme: str, capability: tuple[int, int]) -> str:
     assert not watch.problems, "\n  ".join(["", *watch.problems])
     waits = {where for where in watch.waits if where != "elsewhere"}
     # Its one scale for a matrix decides which others it gets.
-    known = {"quantization/formats/fp4.py, choose_parts"} if scheme == "nvfp4a16" else set()
+    known = {f"quantization/formats/fp4.py, {Nvfp4.choose_parts.__name__}"} if scheme == "nvfp4a16" else set()
     assert waits <= known, f"the CPU waits for the GPU in {waits - known}"
     layers = quantized_layers(model).values()
     kernels = sorted({str(layer.kernel_name) for layer in layers})

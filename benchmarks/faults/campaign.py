@@ -216,7 +216,7 @@ class TrainerProcess:
         options["rollout_ahead"] = scenario.get("ahead", 0)
         options["shuffle_dataset"] = scenario.get("shuffled", True)
         options["lr_scheduler_type"] = scenario.get("schedule", "linear")
-        options["vllm_server_timeout"] = scenario.get("timeout", 1.0 if scenario.get("server") == "apart" else 10.0)
+        options["vllm_server_timeout"] = scenario.get("timeout", 3.0 if scenario.get("server") == "apart" else 10.0)
         is_child = scenario.get("server", "child") == "child"
         try:
             trainer = make_trainer(

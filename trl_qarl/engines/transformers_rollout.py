@@ -19,6 +19,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from typing_extensions import override
 
+from ..bitwise.modules import cache_of
 from ..quantization.names import base_model
 from ..replacing import replaced
 
@@ -139,23 +140,24 @@ def _prefill_once(prefill: Callable[..., Any]) -> Callable[..., Any]:
     def prefill_once(
         input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args, **kwargs
     ):
-        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        cache = cache_of(model_kwargs)
+        # From transformers 5.24 on there is no mask where it would mask nothing.
         tensors = {name: value for name, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
         attends = (DynamicLayer, DynamicSlidingWindowLayer)
         takes_rows = (
-            {"attention_mask"} <= tensors.keys() <= {"attention_mask", "position_ids"}
+            tensors.keys() <= {"attention_mask", "position_ids"}
             and all(tensor.shape == input_ids.shape for tensor in tensors.values())
             and all(type(layer) in attends for layer in getattr(cache, "layers", [None]))
             and cache.get_seq_length() == 0
         )
         if takes_rows:
-            rows, places = torch.unique(torch.cat([input_ids, mask], dim=1), dim=0, return_inverse=True)
+            rows, places = torch.unique(torch.cat([input_ids, *tensors.values()], dim=1), dim=0, return_inverse=True)
             if len(rows) < len(places):
                 chosen = places.new_empty(len(rows))
                 chosen[places] = torch.arange(len(places), device=places.device)
                 of_rows = {name: tensor[chosen] for name, tensor in tensors.items()}
                 outputs = prefill(input_ids[chosen], generation_config, model_kwargs | of_rows, *args, **kwargs)
-                outputs.past_key_values.batch_select_indices(places)
+                cache_of(outputs).batch_select_indices(places)
                 outputs.logits = outputs.logits[places]
                 return outputs
         return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)

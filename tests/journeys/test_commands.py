@@ -28,10 +28,8 @@ TINY = RECIPE | {
     "steps_per_generation": 2,
     "vllm_max_model_length": 64,
     "vllm_enable_sleep_mode": False,
-    # The default of trainers and servers, in place of what a recipe for GPUs sets.
-    "bf16": has_fast_bf16(),
 }
-del TINY["scheme"]
+del TINY["scheme"], TINY["bf16"]
 # Plain vLLM for CPUs has experts in INT4 only where AMX is, and rounds their activations there.
 ENGINES = {"qwen3": ("transformers", "vllm"), "qwen3_moe": ("transformers",)}
 
@@ -41,6 +39,9 @@ def follow(user, text, launch=None):
     returns the output of the training."""
     *starts, (program, train, *words) = [[at_home(word) for word in words] for words in commands_of(text)]
     assert (program, train) == ("trl-qarl", "train")
+    # Launch files compute in bfloat16, which is not the default of trainers and servers on every processor.
+    is_rounded = "--accelerate_config" in words
+    numerics = {"bf16": is_rounded or has_fast_bf16()}
     # Two ranks divide the 128 inputs of a layer, and with them a group of as many.
     groups = ["--group_size", "64"] if any("--tensor-parallel-size" in words for words in starts) else []
     ports = {}
@@ -49,11 +50,11 @@ def follow(user, text, launch=None):
         sizes = [name for name in ("--tensor-parallel-size", "--data-parallel-size") if name in options]
         two = [word for name in sizes for word in (name, "2")]
         named = options[options.index("--port") + 1] if "--port" in options else "8000"
-        _, ports[named] = user.serve(*options, *two, *groups, dtype=None)
+        _, ports[named] = user.serve(*options, *two, *groups, dtype="bfloat16" if is_rounded else None)
     words = [re.sub(r"(?<=[.]\d:)\d{4}", lambda port: str(ports[port[0]]), word) for word in words]
     if ports and "--vllm_server_base_url" not in words:
         words += ["--vllm_server_port", str(ports["8000"])]
-    words += [*groups, *(word for name, value in TINY.items() for word in (f"--{name}", str(value)))]
+    words += [*groups, *(word for name, value in (TINY | numerics).items() for word in (f"--{name}", str(value)))]
     environment = {}
     if "--accelerate_config" in words:
         file = Path(words[words.index("--accelerate_config") + 1])

@@ -1,6 +1,7 @@
-"""[`Problems`]: one error for everything that is wrong, and the form of options in messages."""
+"""[`Problems`]: one error for everything that is wrong, how it is collected, and the form of options in messages."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -19,6 +20,15 @@ def raise_problems(problems: Iterable[str]) -> None:
     """Raise one `ValueError` that lists all `problems`, if there are any."""
     if problems := [*problems]:
         raise Problems(problems)
+
+
+@contextmanager
+def collect(problems: list[str]) -> Iterator[None]:
+    """Add what a block raises as a `ValueError` to `problems`, and leave the block."""
+    try:
+        yield
+    except ValueError as error:
+        problems += error.problems if isinstance(error, Problems) else [str(error)]
 
 
 def quote_options(config: Any, *names: str) -> str:

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +117,8 @@ def build_server_command(
     transport = transport or ("file" if on_cpu or host in LOCAL_HOSTS else "nccl")
     if transport == "nccl" and on_cpu:
         raise ValueError("transport='nccl' needs GPUs on both sides. Use transport='file'.")
-    for argument in vllm_args:
-        if argument.startswith("-") and (reason := _reason_against(argument)):
-            raise ValueError(f"{argument.partition('=')[0]} is set by trl-qarl: {reason}. Remove it.")
+    for problem in problems_of_options(vllm_args):
+        raise ValueError(problem)
     arguments |= {
         "host": host,
         "port": port,
@@ -148,6 +147,13 @@ def build_server_command(
     for name, value in arguments.items():
         argv += _as_option(name.replace("_", "-"), value)
     return [*argv, *vllm_args], environment
+
+
+def problems_of_options(vllm_args: Sequence[str]) -> Iterator[str]:
+    """Yield a problem for each argument of `vllm serve` that is set here."""
+    for argument in vllm_args:
+        if argument.startswith("-") and (reason := _reason_against(argument)):
+            yield f"{argument.partition('=')[0]} is set by trl-qarl: {reason}. Remove it."
 
 
 def tensor_parallel_size(vllm_args: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..checks.names import RENAMED, is_no_folder, problems_of_names
-from ..checks.problems import Problems, quote_options, raise_problems
+from ..checks.problems import Problems, collect, quote_options, raise_problems
 from ..processes import Signaled, end_with_parent, exit_on_signals
 from .command_line import (
     EXIT_PUSH_FAILED,
@@ -417,16 +417,11 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     with configuration_errors():
         reward_funcs, train, evaluation, problems = _read_inputs(script_args, training_args, dataset_args)
         export_dir = None
-        try:
+        with collect(problems):
             if training_args.should_save:
                 check_free(Path(training_args.output_dir, OUTPUT_LOCK))
-        except ValueError as error:
-            problems.append(str(error))
-        try:
+        with collect(problems):
             export_dir = get_export_dir(script_args.export_dir, training_args.output_dir, training_args.plan.name)
-        except ValueError as error:
-            problems.append(str(error))
-        else:
             if export_dir is None and training_args.push_to_hub:
                 problems.append(
                     "--export_dir=none with --push_to_hub: the push uploads the export. Leave out one of them."
@@ -517,10 +512,8 @@ def _read_inputs(
 
     reward_funcs, dataset, splits = [], None, [None, None]
     problems, of_dataset = [], [*_problems_of_dataset(script_args, mixture)]
-    try:
+    with collect(problems):
         reward_funcs = get_reward_funcs(script_args.reward_funcs or [], script_args.reward_model_name_or_path)
-    except ValueError as error:
-        problems += error.problems if isinstance(error, Problems) else [str(error)]
     problems += of_dataset
     name = script_args.dataset_name
     is_here = bool(name) and Path(name).exists()

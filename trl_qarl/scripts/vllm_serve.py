@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.record import has_tokenizer
-from ..engines.server_command import LOCAL_HOSTS, build_server_command, context_length, tensor_parallel_size
+from ..checks.problems import collect, raise_problems
+from ..engines.server_command import (
+    LOCAL_HOSTS,
+    build_server_command,
+    context_length,
+    problems_of_options,
+    tensor_parallel_size,
+)
 from ..quantization.plan import plan_of
 from ..wire.handshake import TOKEN_FILE_NAME, TOKEN_FILE_VARIABLE, make_token_file, read_token_file
 from ..wire.protocol import CPU_WEIGHTS_VARIABLE, TRANSFER_DIR_VARIABLE
@@ -54,46 +61,16 @@ def make_parser(prog: str) -> ArgumentParser:
 
 def main(args: Namespace, vllm_args: list[str]) -> int:
     with configuration_errors():
-        check_folder(args.model)
-        if not 0 < args.port < 2**16:
-            raise ValueError(f"--port={args.port} is not a port. Use a number from 1024 to 65535, such as 8000.")
-
         import torch
 
-        from ..adapters.tensors import arguments_for
         from ..bitwise.low_bit import choose_cpu_weights
-        from ..checks.architectures import problem_of_context
-        from ..doctor.memory import shapes_of
-        from ..engines.pictures import engine_arguments
-        from ..engines.server_process import check_address
-        from ..engines.spec import EngineSpec, added_fields
         from ..quantization.gemm import has_fast_bf16
-        from ..quantization.inventory import Inventory, layers_outside_decoder
-        from ..sync.publisher import check_ranks, largest_chunk
 
         on_cpu = not torch.cuda.is_available()
         # As in QaRLConfig.
         args.dtype = args.dtype or ("float32" if on_cpu and not has_fast_bf16() else "bfloat16")
-        model = shapes_of(args.model, args.trust_remote_code, "--model")
-        names = {word.partition("=")[0].replace("_", "-") for word in vllm_args}
-        needs_tokenizer = not ({"--tokenizer", "--skip-tokenizer-init"} & names or args.print_command)
-        if needs_tokenizer and Path(args.model).is_dir() and not has_tokenizer(args.model):
-            raise ValueError(f"{args.model} has no tokenizer. Save it there with `tokenizer.save_pretrained`.")
-        if problem := problem_of_context(model, "--max-model-len", context_length(vllm_args)):
-            raise ValueError(problem)
-        chunk, pictures, lora = largest_chunk(model, getattr(torch, args.dtype)), engine_arguments(model), {}
-        if args.max_lora_rank:
-            head, tower = model.get_output_embeddings(), layers_outside_decoder(Inventory.of(model))
-            linears = [
-                name
-                for name, module in model.named_modules()
-                if isinstance(module, torch.nn.Linear) and module is not head and name not in tower
-            ]
-            lora = arguments_for(args.max_lora_rank, sorted({name.rpartition(".")[2] for name in linears}))
-        quantization = _quantization_config(args, model)
-        options = {"numerics": args.numerics, "fields": added_fields(model)}
-        spec = EngineSpec(args.model, quantization, args.dtype, lora, pictures, **options)
-        check_ranks(model, spec.quantization_config, tensor_parallel_size(vllm_args))
+        dtype = getattr(torch, args.dtype)
+        model, chunk, spec = _read(args, dtype, vllm_args)
         argv, environment = build_server_command(
             spec,
             host=args.host,
@@ -104,7 +81,7 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             vllm_args=[*vllm_args, *(["--trust-remote-code"] if args.trust_remote_code else [])],
         )
         if on_cpu:
-            environment[CPU_WEIGHTS_VARIABLE] = choose_cpu_weights(model, getattr(torch, args.dtype))
+            environment[CPU_WEIGHTS_VARIABLE] = choose_cpu_weights(model, dtype)
     directory = environment.get(TRANSFER_DIR_VARIABLE) or str(default_transfer_dir(args.port))
     token_file = os.path.abspath(args.token_file or os.path.join(directory, TOKEN_FILE_NAME))
     environment[TOKEN_FILE_VARIABLE] = token_file
@@ -121,7 +98,6 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
             flush=True,
         )
     with configuration_errors():
-        check_address(args.host, args.port, "`--host` or `--port`")
         if TRANSFER_DIR_VARIABLE in environment or args.token_file is None:
             make_transfer_dir(directory)
         make_token_file(token_file)
@@ -129,6 +105,66 @@ def main(args: Namespace, vllm_args: list[str]) -> int:
     # vLLM installs its signal handlers late, and process 1 gets no signals without handlers.
     python, module_option, *module = argv
     os.execve(python, [python, module_option, "trl_qarl.processes", *module], {**os.environ, **environment})
+
+
+def _read(args: Namespace, dtype: Any, vllm_args: list[str]) -> tuple[Any, int, Any]:
+    """Return the model that is served, without its weights and quantized, the bytes of its largest chunk of a weight
+    sync, and the specification of its engine. `ValueError` lists all that is wrong."""
+    from ..checks.architectures import problem_of_context
+    from ..doctor.memory import shapes_of
+    from ..engines.pictures import engine_arguments
+    from ..engines.server_process import check_address
+    from ..engines.spec import EngineSpec, added_fields
+    from ..sync.publisher import check_ranks, largest_chunk
+
+    problems = [*problems_of_options(vllm_args)]
+    if not 0 < args.port < 2**16:
+        problems.append(f"--port={args.port} is not a port. Use a number from 1024 to 65535, such as 8000.")
+    elif not args.print_command:
+        with collect(problems):
+            check_address(args.host, args.port, "`--host` or `--port`")
+    num_ranks, model, spec = 1, None, None
+    with collect(problems):
+        num_ranks = tensor_parallel_size(vllm_args)
+    with collect(problems):
+        check_folder(args.model)
+        model = shapes_of(args.model, args.trust_remote_code, "--model")
+    if model is None:
+        with collect(problems):
+            plan_of(vars(args))
+        raise_problems(problems)
+    names = {word.partition("=")[0].replace("_", "-") for word in vllm_args}
+    needs_tokenizer = not ({"--tokenizer", "--skip-tokenizer-init"} & names or args.print_command)
+    if needs_tokenizer and Path(args.model).is_dir() and not has_tokenizer(args.model):
+        problems.append(f"{args.model} has no tokenizer. Save it there with `tokenizer.save_pretrained`.")
+    if problem := problem_of_context(model, "--max-model-len", context_length(vllm_args)):
+        problems.append(problem)
+    chunk = largest_chunk(model, dtype)
+    with collect(problems):
+        lora, quantization = _lora_arguments(args, model), _quantization_config(args, model)
+        options = {"numerics": args.numerics, "fields": added_fields(model)}
+        spec = EngineSpec(args.model, quantization, args.dtype, lora, engine_arguments(model), **options)
+        check_ranks(model, spec.quantization_config, num_ranks)
+    raise_problems(problems)
+    return model, chunk, spec
+
+
+def _lora_arguments(args: Namespace, model: Any) -> dict[str, Any]:
+    """Return vLLM's arguments for an adapter on all linear layers of the language model, none without a rank."""
+    from torch import nn
+
+    from ..adapters.tensors import arguments_for
+    from ..quantization.inventory import Inventory, layers_outside_decoder
+
+    if not args.max_lora_rank:
+        return {}
+    head, tower = model.get_output_embeddings(), layers_outside_decoder(Inventory.of(model))
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and name not in tower
+    ]
+    return arguments_for(args.max_lora_rank, sorted({name.rpartition(".")[2] for name in linears}))
 
 
 def _quantization_config(args: Namespace, model) -> dict[str, Any] | None:

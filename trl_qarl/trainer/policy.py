@@ -33,7 +33,7 @@ from ..checks.model import (
     problems_of_experts,
     problems_of_model,
 )
-from ..checks.problems import raise_problems
+from ..checks.problems import collect, raise_problems
 from ..objectives.registry import get_objective
 from ..quantization.fixed_scales import fixed_scales, scales_fingerprint
 from ..quantization.inventory import Inventory
@@ -199,10 +199,8 @@ class Policy:
         if is_placed and (args.numerics is not None or not problems):
             # Under an objective, dropout that stays on is one of the problems.
             is_dropout_off = args.disable_dropout or get_objective(args) is not None
-            try:
+            with collect(problems):
                 judged.numerics = choose_numerics(args, base, dtype, schemes, is_dropout_off)
-            except ValueError as error:
-                problems.append(str(error))
         return judged
 
     def problems_of_class(self, base: nn.Module, has_adapter: bool, is_tried: bool = True) -> list[str]:

@@ -117,7 +117,7 @@ def build_server_command(
     transport = transport or ("file" if on_cpu or host in LOCAL_HOSTS else "nccl")
     if transport == "nccl" and on_cpu:
         raise ValueError("transport='nccl' needs GPUs on both sides. Use transport='file'.")
-    for problem in problems_of_options(vllm_args):
+    if problem := next(problems_of_options(vllm_args), None):
         raise ValueError(problem)
     arguments |= {
         "host": host,

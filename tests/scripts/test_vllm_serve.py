@@ -160,7 +160,7 @@ def test_an_address_where_no_server_can_listen_is_named(tmp_path, capsys, monkey
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_one_message_has_all_that_is_wrong(tmp_path, capsys, is_there):
-    words = "--port 0 --group_size 7 --max-model-len 513 --kv-cache-dtype fp8 -tp 0".split()
+    words = ["--port", "0", "--group_size", "7", "--max-model-len", "513", "--kv-cache-dtype", "fp8", "-tp", "0"]
     said = refused(capsys, "vllm-serve", "--model", make_tiny_model(tmp_path) if is_there else "./nowhere", *words)
     problems = ["--kv-cache-dtype is set", "--port=0 is not", "--tensor-parallel-size=0 must", "group_size=7 is not"]
     problems += ["--max-model-len=513 with"] if is_there else ["./nowhere is not a folder"]
